@@ -46,11 +46,13 @@ def extensions() -> list[Extension]:
     # Without pyproject.toml's settings for mypy, which would follow imports into torch.
     options = ["--config-file=", "--explicit-package-bases", "--follow-imports=skip"]
     paths = [str(compiled.source(FOLDER, name)) for name in compiled.MODULES]
+    # Types that the modules import from others.
+    known = [str(FOLDER / "compiled.py"), str(FOLDER / "mirror" / "numbers.py")]
     said = io.StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):
             made = mypycify(
-                [*options, str(FOLDER / "compiled.py"), *paths],
+                [*options, *known, *paths],
                 only_compile_paths=paths,
                 debug_level="0",
                 target_dir="build/mypyc",
@@ -89,7 +91,7 @@ class BuildAll(build_ext):
         outputs = [root / output.relative_to(self.build_lib) for output in outputs]
         record = root / FOLDER / compiled.RECORD
         if all(output.exists() for output in outputs):
-            record.write_text(compiled.digest(FOLDER), encoding="ascii")
+            record.write_text(compiled.record(FOLDER), encoding="ascii")
         else:
             for path in (record, *outputs):
                 path.unlink(missing_ok=True)

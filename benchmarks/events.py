@@ -3,11 +3,12 @@
     python benchmarks/events.py [--workload A..D ...] [--rounds N] [--json FILE] [--quick]
 
 Two trees serve the same requests of workloads A to D of `benchmarks/tree.py`, in turns of 200, in
-one process. One publishes its changes (`kv_events_endpoint`, with both topics) every eight
-requests, as an engine does after a step, and a consumer in another process hears all of them and
-copies the tree. After each step of either side 24 MB are read, without Python's lock, as an engine
-reads weights; meanwhile a thread hands the log to the publisher's process. A row has, as medians
-over the turns of all rounds with the middle half, and for each round its median:
+one process. One publishes its changes (`kv_events_endpoint`, with both topics) as an engine does,
+which calls `KvEvents.flush` after a step, here after every eight requests; a consumer in another
+process hears all of them and copies the tree. After each step of either side 24 MB are read,
+without Python's lock, as an engine reads weights; meanwhile a thread hands the log to the
+publisher's process. A row has, as medians over the turns of all rounds with the middle half, and
+for each round its median:
 
     wall     seconds of the steps, publishing included, with events over without
     thread   the same by the processor time of the engine's thread, which other processes disturb
@@ -15,8 +16,8 @@ over the turns of all rounds with the middle half, and for each round its median
     sender   processor time of the thread that hands the log over, over that of the tree alone
     process  that of the publisher's process, likewise
 
-Each side is first in every second turn. `--without-sender` attaches the log alone, which is thrown
-away after each step.
+Each side is first in every second turn. `--without-sender` attaches the log alone, and throws away
+what would be published.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ import zmq
 from common.harness import Rows, parser, processor
 from common.tree_workloads import Work, requests_of
 from coppice.radix import PagePool, RadixTree, compiled
-from coppice.radix.mirror.changes import attached
 from coppice.radix.mirror.copy import TreeCopy
+from coppice.radix.mirror.records import Records
+from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.publisher import Publisher
+from coppice.runtime.metrics.events.stream import KvEvents, Sink
 from coppice.runtime.metrics.events.wire import read_changes
 from tree import serve
 
@@ -66,13 +69,24 @@ def listen(endpoint: str, pipe: Connection) -> None:
     pipe.send(sum(len(node.edge) // 4 for node in copy.nodes.values()))
 
 
-class Side:
-    """A tree, which `logs` its changes, and publishes them if there is a sender."""
+class Nowhere:
+    """Takes what would be published, and throws it away."""
 
-    def __init__(self, pages: int, logs: bool, sender: Publisher | None) -> None:
+    behind = broken = False
+
+    def put(self, records: Records, load: Load | None, /) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Side:
+    """A tree, whose changes `sink` gets, if there is one."""
+
+    def __init__(self, pages: int, sink: Sink | None) -> None:
         self.tree = RadixTree(PagePool(pages, 16))
-        self._sender = sender
-        self._log = attached(self.tree) if logs else None
+        self.events = None if sink is None else KvEvents(sink, self.tree, None)
 
     def turn(self, works: Sequence[Work]) -> tuple[float, float]:
         """Serves some requests in steps; the seconds of all steps, and those of this thread."""
@@ -81,10 +95,8 @@ class Side:
             used, started = time.thread_time(), time.perf_counter()
             for work in works[first : first + STEP]:
                 serve(self.tree, work)
-            if self._log is not None:
-                records = self._log.drain()
-                if self._sender is not None:
-                    self._sender.put(records, None)
+            if self.events is not None:
+                self.events.flush(idle=False)
             wall += time.perf_counter() - started
             processor_time += time.thread_time() - used
             for _ in range(3):
@@ -124,6 +136,13 @@ class Attached:
         fields = stat.rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def send_all(self, side: Side) -> None:
+        """Waits until the process has got all changes."""
+        assert side.events is not None
+        side.events.flush(idle=True)
+        while self.sender.waiting:
+            time.sleep(0.01)
+
     def end(self, tree: RadixTree) -> None:
         """Checks that the consumer's copy is the tree."""
         time.sleep(0.5)
@@ -142,8 +161,7 @@ def measure(workload: str, quick: bool, rounds: int, without_sender: bool) -> di
     alone = sender = process = 0.0
     for _ in range(rounds):
         published = None if without_sender else Attached()
-        told = published and published.sender
-        sides = [Side(pages, False, None), Side(pages, True, told)]
+        sides = [Side(pages, None), Side(pages, published.sender if published else Nowhere())]
         before = time.process_time() - time.thread_time()
         begun = published.seconds() if published else 0.0
         wall.append([])
@@ -155,8 +173,7 @@ def measure(workload: str, quick: bool, rounds: int, without_sender: bool) -> di
             threads.append(took[1][1] / took[0][1])
             alone += took[0][1]
         if published is not None:
-            while published.sender.waiting:
-                time.sleep(0.01)
+            published.send_all(sides[1])
             sender += time.process_time() - time.thread_time() - before
             published.end(sides[1].tree)
             process += published.last - begun

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ MODULES = (
     "eviction.shadows",
     "leaves",
     "mirror.log",
+    "mirror.records",
     "mirror.suffixes.branches",
     "mirror.suffixes.hashes",
     "mirror.suffixes.index",
@@ -58,7 +59,7 @@ MODULES = (
 # If this environment variable is 1, compiled code is neither built nor used.
 SWITCH = "COPPICE_PURE_PYTHON"
 
-# File beside the modules with the `digest` of the sources that were compiled.
+# File beside the modules with the `digest` of the sources that were compiled, and the `library`.
 RECORD = "compiled.digest"
 
 # File beside the modules with the reason for which a build did not compile them.
@@ -76,6 +77,25 @@ def digest(folder: Path) -> str:
     for name in MODULES:
         state.update(source(folder, name).read_bytes())
     return state.hexdigest()
+
+
+def library() -> str:
+    """Hash of the compiler's library, which compiled modules call; empty if it is missing.
+
+    They can't be imported with one of another interface.
+    """
+    try:
+        found = find_spec("librt.strings")
+    except ImportError:
+        found = None
+    if found is None or found.origin is None:
+        return ""
+    return hashlib.blake2b(Path(found.origin).read_bytes(), digest_size=16).hexdigest()
+
+
+def record(folder: Path) -> str:
+    """What `RECORD` holds if compiled modules are those of the sources and the library here."""
+    return f"{digest(folder)} {library()}"
 
 
 class _Sources:
@@ -96,12 +116,12 @@ class _Sources:
 def choose(package: str, folder: Path) -> None:
     """Hides compiled modules from the import of `package` in `folder` unless they are to be used.
 
-    Must run before any of them is imported. Takes a millisecond if there are compiled modules.
+    Must run before any of them is imported. Takes milliseconds if there are compiled modules.
     """
-    record = folder / RECORD
-    if not record.exists():
+    written = folder / RECORD
+    if not written.exists():
         return
-    if os.environ.get(SWITCH) == "1" or record.read_text(encoding="ascii") != digest(folder):
+    if os.environ.get(SWITCH) == "1" or written.read_text(encoding="ascii") != record(folder):
         sys.meta_path.insert(0, _Sources(package, folder))
 
 
@@ -119,6 +139,8 @@ def why_not(folder: Path) -> str:
         return reason.read_text(encoding="utf-8").strip()
     if not (folder / RECORD).exists():
         return "they were never compiled"
+    if (folder / RECORD).read_text(encoding="ascii").partition(" ")[2] != library():
+        return "librt, which it calls, is missing or has changed since it was compiled"
     return "a source has changed since it was compiled"
 
 

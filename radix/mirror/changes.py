@@ -7,10 +7,12 @@ much as ten.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, NamedTuple, TypeAlias
 
+from coppice.radix.mirror import records
 from coppice.radix.mirror.log import TreeLog
+from coppice.radix.mirror.records import Records
 from coppice.radix.namespace import Namespace, encode_namespace
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.radix.tree import RadixTree
@@ -57,33 +59,34 @@ class Cleared(NamedTuple):
 Change: TypeAlias = Opened | Stored | Split | Cut | Cleared
 
 
+#: A node's number, start and end, and the root if that is its parent.
+_Place: TypeAlias = tuple[int, int, int, int | None]
+
+
 class Translator:
     """Turns the records of a `TreeLog` into changes; in any thread or process."""
 
     def __init__(self) -> None:
         self._numbers = 0
-        # Of each node that is in the tree: number, start, end, and its root if that is above it.
-        self._known: dict[int, tuple[int, int, int, int | None]] = {}
+        self._known: dict[int, _Place] = {}  # of each node that is in the tree
         self._roots: dict[int, list[int]] = {}  # number of each, and of its children
 
-    def translate(self, records: Iterable[tuple[Any, ...]]) -> list[Change]:
+    def translate(self, batch: Records) -> list[Change]:
         """The changes that these records, which follow the last ones, stand for. O(new tokens)."""
         known, found = self._known, list[Change]()
-        for record in records:
+        for record in records.unpack(batch):
             match record:
-                case (node, edge, start, length, parent):
-                    above = known[parent][0]
-                    self._store(found, node, edge, start, start + length, above, None)
-                case (node, edge, start, length, root, fields):
+                case (records.STORED, node, parent, edge):
+                    self._store(found, node, edge, known[parent], None)
+                case (records.STORED_BELOW_ROOT, node, root, edge, fields):
                     self._open(found, root, fields)
-                    above = self._roots[root][0]
-                    self._store(found, node, edge, start, start + length, above, root)
-                case (upper, lower, length):
+                    self._store(found, node, edge, (self._roots[root][0], 0, 0, None), root)
+                case (records.SPLIT, upper, lower, length):
                     number, start, end, root = known[lower]
                     known[upper] = self._number(), start, start + length, root
                     known[lower] = number, start + length, end, None
                     found.append(Split(number, self._numbers, length))
-                case (node, length):
+                case (records.CUT, node, length):
                     number, start, _, root = known[node]
                     found.append(Cut(number, length))
                     if length:
@@ -106,24 +109,17 @@ class Translator:
             found.append(Opened(self._numbers, None if fields is None else Namespace(*fields)))
 
     def _store(
-        self,
-        found: list[Change],
-        node: int,
-        edge: bytes,
-        start: int,
-        end: int,
-        above: int,
-        root: int | None,
+        self, found: list[Change], node: int, edge: bytes, above: _Place, root: int | None
     ) -> None:
+        parent, _, start, _ = above
         number, _, before, _ = self._known.get(node, (0, start, start, None))
         if not number:
             number = self._number()
             if root is not None:
                 self._roots[root][1] += 1
-        self._known[node] = number, start, end, root
-        tokens = edge[(before - start) * TOKEN_BYTES : (end - start) * TOKEN_BYTES]
-        if tokens:
-            found.append(Stored(number, above, before, tokens))
+        self._known[node] = number, start, start + len(edge) // TOKEN_BYTES, root
+        if tokens := edge[(before - start) * TOKEN_BYTES :]:
+            found.append(Stored(number, parent, before, tokens))
 
     def _forget(self, node: int, root: int | None) -> None:
         """Forgets a node, and with its last child a root, of whose leaving there is no record."""
@@ -160,7 +156,6 @@ class TreeChanges:
 
     def everything(self) -> list[Change]:
         """`Cleared` and all that the tree holds, under new numbers, instead of what waits."""
-        self._log.drain()
         return self._translator.translate(self._log.everything())
 
     def close(self) -> None:

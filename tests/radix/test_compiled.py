@@ -14,16 +14,19 @@ from coppice.radix import POLICIES, compiled
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# A tight pool, all policies, hits that end anywhere, drafts; prints a digest of all results.
+# A tight pool, all policies, hits that end anywhere, drafts; prints a digest of all results and of
+# what the log says.
 RUN = """
 import hashlib, random
 from array import array
 from coppice.radix import POLICIES, OutOfPages, PagePool, RadixTree, check, compiled
+from coppice.radix.mirror.changes import TreeChanges
 print(compiled.in_use("coppice.radix"))
 for policy in POLICIES:
     random.seed(policy)
     state = hashlib.sha256()
     tree = RadixTree(PagePool(60, 4), policy)
+    changes = TreeChanges(tree, limit=20)
     running = []
     for step in range(1500):
         if len(running) < 4:
@@ -47,8 +50,11 @@ for policy in POLICIES:
                 tree.release(hold, table, drop=True)
             else:
                 tree.finish(hold, prompt + [5] * random.randrange(8), table)
+        if step % 40 < 10:
+            state.update(repr(changes.drain()).encode())
         state.update(repr((tree.cached_tokens, tree.cached_pages, tree.locked_pages,
                            tree.num_nodes, tree.evicted_tokens, tree.pool.free_pages)).encode())
+    assert changes.restarts
     check(tree, [(hold, table) for hold, _, table in running])
     print(policy, tree.evicted_tokens > 1000, state.hexdigest())
 """
@@ -87,7 +93,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text("ORIGIN = 'source'\n", encoding="utf-8")
     (folder / "__init__.py").write_text("", encoding="utf-8")
-    (folder / compiled.RECORD).write_text(compiled.digest(folder), encoding="ascii")
+    (folder / compiled.RECORD).write_text(compiled.record(folder), encoding="ascii")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(compiled.SWITCH, raising=False)
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
@@ -114,6 +120,15 @@ def test_compiled_modules_of_these_sources_are_used(package: Path) -> None:
 def test_a_changed_source_is_used_instead_of_what_was_compiled(package: Path, name: str) -> None:
     compiled.source(package, name).write_text("ORIGIN = 'changed'\n", encoding="utf-8")
     assert hides(package)
+
+
+@pytest.mark.parametrize("installed", ["another one", ""])
+def test_sources_are_used_without_the_library_of_the_compiled_ones(
+    package: Path, monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    monkeypatch.setattr(compiled, "library", lambda: installed)
+    assert hides(package)
+    assert "librt" in compiled.why_not(package)
 
 
 def test_the_switch_prefers_sources(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import zmq
 
 from coppice.radix.mirror.blocks import Blocks
 from coppice.radix.mirror.changes import Cleared, Opened, Stored, Translator
+from coppice.radix.mirror.records import EMPTY_TREE, Records
 from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.wire import block_batch, change_batch, change_item, load_item
@@ -88,7 +89,7 @@ class Broadcast:
         self._instance = secrets.token_hex(8)
         self._blocks = Blocks(published.block_size)
         self._translator = Translator()
-        self.publish([()], None)  # who heard an engine before this one begins anew
+        self.publish(EMPTY_TREE, None)  # who heard an engine before this one begins anew
 
     def close(self) -> None:
         """Closes the sockets; what was published just now may still leave."""
@@ -113,7 +114,7 @@ class Broadcast:
             ) from None
         return socket
 
-    def publish(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+    def publish(self, records: Records, load: Load | None) -> None:
         """Sends what the records of a `TreeLog`, which follow the last ones, stand for."""
         now, events = time.time(), []
         changes = self._translator.translate(records)

@@ -17,10 +17,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
+from coppice.radix.mirror.records import Records, begin_anew
 from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.process import LENGTH_BYTES
@@ -55,7 +55,7 @@ class Publisher:
         self.broken = False
         self.when_broken = when_broken
         self._published = published
-        self._queue: deque[tuple[Sequence[tuple[Any, ...]], Load | None]] = deque()
+        self._queue: deque[tuple[Records, Load | None]] = deque()
         self._closing = threading.Event()
         self._process, self._pipe = self._start()
         self._started, self._delay = time.monotonic(), 0.0
@@ -79,10 +79,10 @@ class Publisher:
         """Whether so much waits to be sent that more should be kept back."""
         return self._down or self.waiting > _WAITING
 
-    def put(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+    def put(self, records: Records, load: Load | None) -> None:
         """Has the records of a `TreeLog`, in order, and a load sent; from the engine's thread."""
         self._queue.append((records, load))
-        if records[:1] == [()]:
+        if begin_anew(records):
             self.broken = False
 
     def close(self) -> None:
@@ -175,12 +175,12 @@ class Publisher:
                 if not ending:
                     self._start_again()
 
-    def _send(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
-        if self._anew and records[:1] != [()]:
+    def _send(self, records: Records, load: Load | None) -> None:
+        if self._anew and not begin_anew(records):
             return  # they follow what was lost
         self._anew = False
         # Version 2 spares the search for objects that come twice.
-        batch: Any = records, None if load is None else tuple(load)
+        batch = records, None if load is None else tuple(load)
         frame = marshal.dumps(batch, 2)
         length = len(frame).to_bytes(LENGTH_BYTES, "little")
         sent = os.writev(self._pipe, (length, frame))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from time import monotonic
+from typing import Protocol
 
 from coppice.radix import RadixTree
 from coppice.radix.mirror.changes import attached
+from coppice.radix.mirror.records import EMPTY_TREE, Records
 from coppice.runtime.metrics.events.load import Load
 
 # Seconds between two reports of the load while it changes, and while it does not.
 _SOON, _LATER = 0.1, 0.5
+# Seconds between two batches of changes: who gets them does not look more often, and a batch for
+# each step would cost very short ones a few percent.
+_TOGETHER = 0.005
 
 
 class Sink(Protocol):
@@ -25,7 +29,7 @@ class Sink(Protocol):
     def behind(self) -> bool: ...
     @property
     def broken(self) -> bool: ...
-    def put(self, records: Sequence[tuple[Any, ...]], load: Load | None, /) -> None: ...
+    def put(self, records: Records, load: Load | None, /) -> None: ...
     def close(self) -> None: ...
 
 
@@ -38,30 +42,32 @@ class KvEvents:
         """Takes over the publisher; `measure` gives the load, None: it is not reported."""
         self.sink, self._measure = publisher, measure
         self._load: Load | None = None  # as it was reported last
-        self._measured = self._sent = 0.0
+        self._measured = self._sent = self._due_at = 0.0
         self._tree, self._log = tree, attached(tree)
 
     def flush(self, *, idle: bool) -> None:
-        """Has published what has changed since the last call; between two steps.
+        """Has published what has changed lately; between two steps.
 
-        `idle`: whether no request runs or waits, so that the next call may be far away.
+        `idle`: whether no request runs or waits, so that the next call may be far away. Else some
+        milliseconds' changes may wait for a later call.
         """
+        now = monotonic()
+        if now < self._due_at and not idle:
+            return
         anew = self.sink.broken
         if anew:
             self._load = None  # somebody may not know it
-        load = self._due(idle or anew)
+        load = self._due(now, idle or anew)
         if self.sink.behind:
             return  # the log bounds what waits
-        records = self._log.drain()
-        if anew:
-            records = self._log.everything()
-        if records or load is not None:
+        self._due_at = now + _TOGETHER
+        records = self._log.everything() if anew else self._log.drain()
+        if records[0] or load is not None:
             self.sink.put(records, load)
 
-    def _due(self, idle: bool) -> Load | None:
+    def _due(self, now: float, always: bool) -> Load | None:
         """The load, if it is to be reported now."""
-        now = time.monotonic()
-        if self._measure is None or (now - self._measured < _SOON and not idle):
+        if self._measure is None or (now - self._measured < _SOON and not always):
             return None
         load = self._measure()
         self._measured = now
@@ -73,10 +79,12 @@ class KvEvents:
     def move_to(self, tree: RadixTree) -> None:
         """Follows a new tree, which is empty."""
         self._tree.remove_listener(self._log)
-        self.sink.put([()], None)
+        self.sink.put(EMPTY_TREE, None)
         self._tree, self._log = tree, attached(tree)
 
     def close(self) -> None:
         """Ends it; what waits is sent."""
         self._tree.remove_listener(self._log)
+        if not self.sink.behind and (records := self._log.drain())[0]:
+            self.sink.put(records, None)
         self.sink.close()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from coppice.radix.mirror.changes import Change, Translator
+from coppice.radix.mirror.records import Records, begin_anew
 from coppice.runtime.metrics.events.load import Load
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ _WAITING = 10_000  # batches
 _PAUSE, _LONGEST_PAUSE = 0.005, 0.05
 
 
-_Batch: TypeAlias = tuple[Sequence[tuple[Any, ...]], Load | None]
+_Batch: TypeAlias = tuple[Records, Load | None]
 Tell: TypeAlias = Callable[[list[Change], Load | None], None]
 
 
@@ -46,9 +47,9 @@ class Teller:
         """Whether all that the tree holds is to be put: something was lost, or somebody is new."""
         return self._somebody_new or self._lost
 
-    def put(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+    def put(self, records: Records, load: Load | None) -> None:
         """Has the records of a `TreeLog`, in order, and a load told; from the engine's thread."""
-        if records[:1] == [()]:
+        if begin_anew(records):
             self._somebody_new = False
         self._queue.append((records, load))
 
@@ -89,9 +90,9 @@ class Teller:
                     logger.exception("changes of the cache were lost; all are told again")
                     self._lost = True
 
-    def _tell(self, records: Sequence[tuple[Any, ...]], load: Load | None) -> None:
+    def _tell(self, records: Records, load: Load | None) -> None:
         changes: list[Change] = []
-        if records[:1] == [()]:
+        if begin_anew(records):
             self._lost = False
             self._listeners += self._new
             self._new = []

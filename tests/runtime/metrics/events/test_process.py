@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ pytest.importorskip("zmq")
 pytest.importorskip("msgspec")
 
 from coppice.radix.mirror.copy import TreeCopy
+from coppice.radix.mirror.records import EMPTY_TREE, KIND_BITS, STORED_BELOW_ROOT, Records
 from coppice.runtime.metrics.events.broadcast import SNAPSHOT
 from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.publisher import Publisher
@@ -36,14 +38,21 @@ Address = Callable[[], str]
 
 # An engine's process: publishes a little, says whose process that does, and waits.
 _ENGINE = """
-import sys, time
+import struct, sys, time
 from coppice.runtime.metrics.events.options import Published
 from coppice.runtime.metrics.events.publisher import Publisher
 publisher = Publisher(Published(sys.argv[1]))
-publisher.put([(1, b"abcd", 0, 1, 2, None)], None)
+publisher.put((struct.pack("2q", 1 << 3 | 2, 2), [b"abcd"], [None]), None)
 print(publisher.process_id, flush=True)
 time.sleep(600)
 """
+
+
+# Records: none, and a node of a million tokens below a root.
+NOTHING: Records = b"", [], []
+LARGE: Records = (
+    struct.pack("2q", 1 << KIND_BITS | STORED_BELOW_ROOT, 2), [bytes(4 << 20)], [None]
+)  # fmt: skip
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -86,7 +95,7 @@ def test_another_process_follows_one_that_was_killed(address: Address, context: 
     for turn in range(3):
         for _ in range(60):
             fuzz.step()
-            stream.flush(idle=False)
+            stream.flush(idle=True)
         until(lambda: not (sender.waiting or sender.behind or sender.broken))
         instance, copy = snapshot(context, replay)
         assert held(copy) == in_tree(fuzz.tree) and instance != before
@@ -94,7 +103,7 @@ def test_another_process_follows_one_that_was_killed(address: Address, context: 
         os.kill(killed, signal.SIGKILL)
         for _ in range(20):  # the tree changes meanwhile
             fuzz.step()
-            stream.flush(idle=False)
+            stream.flush(idle=True)
         until(lambda turn=turn: len(heard) > turn)  # type: ignore[misc]
         assert sender.process_id != killed
         stream.flush(idle=True)
@@ -105,7 +114,7 @@ def test_another_process_follows_one_that_was_killed(address: Address, context: 
 
     def heard_of() -> bool:
         fuzz.step()
-        stream.flush(idle=False)
+        stream.flush(idle=True)
         instances.update(read_changes(each)[1] for _, each in listener.until_quiet(0.05))
         return instance in instances
 
@@ -144,22 +153,23 @@ def test_a_process_that_takes_nothing_delays_nobody(address: Address, context: A
     fuzz = Fuzz("lru", 4, seed=8)
     stream = KvEvents(sender, fuzz.tree, None)
     os.kill(sender.process_id, signal.SIGSTOP)
-    sender.put([(1 << 40, bytes(4 << 20), 0, 1 << 20, 1 << 41, None), ()], None)  # fills the pipe
+    sender.put(LARGE, None)  # fills the pipe
+    sender.put(EMPTY_TREE, None)
     for _ in range(12_000):
-        stream.flush(idle=False)
-        sender.put([], None)
+        stream.flush(idle=True)
+        sender.put(NOTHING, None)
     assert sender.behind
     for _ in range(100):
         fuzz.step()
-        stream.flush(idle=False)
+        stream.flush(idle=True)
     os.kill(sender.process_id, signal.SIGCONT)
     until(lambda: not sender.behind)
-    stream.flush(idle=False)
+    stream.flush(idle=True)
     until(lambda: not sender.waiting)
     assert held(snapshot(context, replay)[1]) == in_tree(fuzz.tree)
     os.kill(sender.process_id, signal.SIGSTOP)
     stopped = sender.process_id
-    sender.put([(1 << 40, bytes(4 << 20), 0, 1 << 20, 1 << 41, None)], None)
+    sender.put(LARGE, None)
     stream.close()  # ends it all the same
     assert not alive(stopped)
 

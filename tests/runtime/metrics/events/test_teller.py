@@ -53,7 +53,7 @@ def test_listeners_come_and_go_while_the_tree_changes() -> None:
     for turn in range(60):
         for _ in range(20):
             fuzz.step()
-            stream.flush(idle=False)
+            stream.flush(idle=True)
         if turn % 6 == 0:
             listeners.append(Listener())
             teller.add(listeners[-1].tell)
@@ -61,7 +61,7 @@ def test_listeners_come_and_go_while_the_tree_changes() -> None:
             leaves = listeners.pop(0)
             teller.remove(leaves.tell)
             gone.append((leaves, leaves.changes))
-        stream.flush(idle=False)
+        stream.flush(idle=True)
         if turn % 5 == 0:
             until(lambda: not teller._queue)
             for each in listeners:
@@ -78,19 +78,19 @@ def test_an_error_of_the_thread_costs_nothing(caplog: pytest.LogCaptureFixture) 
     teller, listener = Teller(), Listener()
     stream = KvEvents(teller, fuzz.tree, None)  # type: ignore[arg-type]
     teller.add(listener.tell)
-    stream.flush(idle=False)
+    stream.flush(idle=True)
     translate = teller._translator.translate
     for turn in range(30):
         fuzz.step()
         if turn == 10:
-            teller._translator.translate = lambda records: translate([(None, 1)])  # type: ignore
+            teller._translator.translate = lambda records: translate((b"odd", [], []))  # type: ignore
             with caplog.at_level(logging.ERROR):
                 while not teller.broken:
                     fuzz.step()
-                    stream.flush(idle=False)
+                    stream.flush(idle=True)
                     time.sleep(0.01)
             teller._translator.translate = translate  # type: ignore[method-assign]
-        stream.flush(idle=False)
+        stream.flush(idle=True)
     until(lambda: not teller.broken and set(listener.copy) == paths(fuzz.tree))
     assert "all are told again" in caplog.text
     stream.close()
