@@ -17,7 +17,8 @@ for each round its median:
     process  that of the publisher's process, likewise
 
 Each side is first in every second turn. `--without-sender` attaches the log alone, and throws away
-what would be published.
+what would be published. The reads leave nothing of tree and log in the processor's caches; with
+`--warm` they read 24 KB as often, so that both remain there, as between steps of a device.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from coppice.runtime.metrics.events.wire import read_changes
 from tree import serve
 
 TURN, STEP = 200, 8
-WEIGHTS = np.ones(1 << 20)
+WEIGHTS, FEW = np.ones(1 << 20), np.ones(1 << 10)
 
 
 def listen(endpoint: str, pipe: Connection) -> None:
@@ -84,8 +85,9 @@ class Nowhere:
 class Side:
     """A tree, whose changes `sink` gets, if there is one."""
 
-    def __init__(self, pages: int, sink: Sink | None) -> None:
+    def __init__(self, pages: int, sink: Sink | None, warm: bool) -> None:
         self.tree = RadixTree(PagePool(pages, 16))
+        self._read = FEW if warm else WEIGHTS
         self.events = None if sink is None else KvEvents(sink, self.tree, None)
 
     def turn(self, works: Sequence[Work]) -> tuple[float, float]:
@@ -100,7 +102,7 @@ class Side:
             wall += time.perf_counter() - started
             processor_time += time.thread_time() - used
             for _ in range(3):
-                WEIGHTS.sum()
+                self._read.sum()
         return wall, processor_time
 
 
@@ -153,7 +155,9 @@ class Attached:
         self.sender.close()
 
 
-def measure(workload: str, quick: bool, rounds: int, without_sender: bool) -> dict[str, object]:
+def measure(
+    workload: str, quick: bool, rounds: int, without_sender: bool, warm: bool
+) -> dict[str, object]:
     works = list(requests_of(workload, None, quick))
     pages = 12_500 if workload == "D" else sum(len(work.prompt) for work in works) // 64 + 1000
     wall: list[list[float]] = []
@@ -161,7 +165,8 @@ def measure(workload: str, quick: bool, rounds: int, without_sender: bool) -> di
     alone = sender = process = 0.0
     for _ in range(rounds):
         published = None if without_sender else Attached()
-        sides = [Side(pages, None), Side(pages, published.sender if published else Nowhere())]
+        sink = published.sender if published else Nowhere()
+        sides = [Side(pages, None, warm), Side(pages, sink, warm)]
         before = time.process_time() - time.thread_time()
         begun = published.seconds() if published else 0.0
         wall.append([])
@@ -190,12 +195,14 @@ def main() -> None:
     options.add_argument("--workload", nargs="+", choices="ABCD", default=list("ABCD"))
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--without-sender", action="store_true")
+    options.add_argument("--warm", action="store_true")
     args = options.parse_args()
     rows = Rows(args.json)
     for workload in args.workload:
-        found = measure(workload, args.quick, args.rounds, args.without_sender)
+        found = measure(workload, args.quick, args.rounds, args.without_sender, args.warm)
         what = "the log alone" if args.without_sender else "a consumer"
-        rows.add(benchmark="events", workload=workload, attached=what, **found, **processor())
+        told = {"attached": what, "caches": "warm" if args.warm else "cold"}
+        rows.add(benchmark="events", workload=workload, **told, **found, **processor())
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class TreeLog(TreeListener):
     def __init__(self, tree: TreeState, limit: int) -> None:
         self.restarts = 0
         self._tree = tree
-        self._most = limit * STORED_BYTES
+        self._most: i64 = limit * STORED_BYTES
         self._anew = tree.num_nodes > 0
         self._forget()
 
@@ -72,10 +72,13 @@ class TreeLog(TreeListener):
         O(nodes).
         """
         self.cleared()
+        most, self._most = self._most, 1 << 62
         for root in self._tree.roots.values():
             for node in root.subtree():
-                if node.parent is not None:
-                    self._store(node, node.parent, node.edge[: node.length * TOKEN_BYTES])
+                self.stored(node)
+                if len(node.edge) > node.length * TOKEN_BYTES:  # it was cut since
+                    self._edges[-1] = node.edge[: node.length * TOKEN_BYTES]
+        self._most = most
         return self.drain()
 
     def _waiting(self) -> Records:
@@ -89,40 +92,48 @@ class TreeLog(TreeListener):
 
     def stored(self, node: Node) -> None:
         """Tokens were entered at the end of `node`."""
-        if len(self._numbers) >= self._most:
-            self._forget()
-            if not self._anew:
-                self._anew = True
-                self.restarts += 1
-        if not self._anew and node.parent is not None:
-            self._store(node, node.parent, node.edge)
-
-    def _store(self, node: Node, parent: Node, edge: bytes) -> None:
-        """Records that `node` ends with the tokens of its edge."""
+        numbers = self._numbers
+        if len(numbers) >= self._most:
+            self._lose()
+        parent = node.parent
+        if self._anew or parent is None:
+            return
         key: i64 = id(node)
         kind: i64 = STORED
         if isinstance(parent, Root):
             kind = STORED_BELOW_ROOT
-            namespace: Any = parent.namespace
-            self._namespaces.append(None if namespace is None else tuple(namespace))
-        write_i64_le(self._numbers, key << KIND_BITS | kind)
-        write_i64_le(self._numbers, id(parent))
-        self._edges.append(edge)
+            self._add_namespace(parent)
+        write_i64_le(numbers, key << KIND_BITS | kind)
+        write_i64_le(numbers, id(parent))
+        self._edges.append(node.edge)
+
+    def _lose(self) -> None:
+        """Drops what waits, since it is too much."""
+        self._forget()
+        if not self._anew:
+            self._anew = True
+            self.restarts += 1
+
+    def _add_namespace(self, root: Root) -> None:
+        namespace: Any = root.namespace
+        self._namespaces.append(None if namespace is None else tuple(namespace))
 
     def split(self, upper: Node, lower: Node) -> None:
         """`upper` has taken the first tokens of `lower`."""
         if not self._anew:
+            numbers = self._numbers
             key: i64 = id(upper)
-            write_i64_le(self._numbers, key << KIND_BITS | SPLIT)
-            write_i64_le(self._numbers, id(lower))
-            write_i64_le(self._numbers, upper.length)
+            write_i64_le(numbers, key << KIND_BITS | SPLIT)
+            write_i64_le(numbers, id(lower))
+            write_i64_le(numbers, upper.length)
 
     def evicted(self, node: Node, length: int) -> None:
         """`node` is about to be cut to `length` tokens."""
         if not self._anew:
+            numbers = self._numbers
             key: i64 = id(node)
-            write_i64_le(self._numbers, key << KIND_BITS | CUT)
-            write_i64_le(self._numbers, length)
+            write_i64_le(numbers, key << KIND_BITS | CUT)
+            write_i64_le(numbers, length)
 
     def cleared(self) -> None:
         """The tree was emptied on purpose."""
