@@ -456,25 +456,30 @@ def checkpoint(tmp_path_factory):
     [(0, 12), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((12, 24), (1000, 1200)))],
 )
 def test_random_schedules_give_what_each_request_gives_alone(checkpoint, policy, begin, end):
-    """With two tiers that fail, forget and find pages damaged, each twice: then as a restart."""
+    """With two tiers that fail, forget and find pages damaged, each twice: then as a restart.
+
+    The second engine gets drafts, too.
+    """
     alone = RandomSchedule.alone_engine(checkpoint)
-    compared = loaded = failures = warmed = 0
+    compared = loaded = failures = warmed = accepted = 0
     for seed in range(begin + SCHEDULING_POLICIES.index(policy), end, len(SCHEDULING_POLICIES)):
         stores = [MemoryStore(random.Random(seed)), MemoryStore(random.Random(-seed), "disk")]
-        for _ in range(2):
+        for known in (None, alone):
             try:
-                schedule = RandomSchedule(seed, checkpoint, policy, stores)
+                schedule = RandomSchedule(seed, checkpoint, policy, stores, known=known)
                 schedule.run()
                 compared += schedule.compare_with_each_alone(alone)
             except (Exception, WrongKV) as error:
                 error.add_note(f"RandomSchedule({seed}, checkpoint, {policy!r}) with stores")
                 raise
+            if schedule.drafts is not None:
+                accepted += schedule.drafts.accepted
             told = schedule.engine.tiers.told
             loaded += sum(each.loaded_tokens for each in told.tiers.values())
             failures += sum(each.failures for each in told.tiers.values())
             warmed += sum(each.warmed_tokens for each in told.tiers.values())
             schedule.engine.close()
-    assert compared and loaded and failures, "the schedules were too easy"
+    assert compared and loaded and failures and accepted, "the schedules were too easy"
     assert warmed or end - begin < 100, "few engines are idle for long"
 
 

@@ -17,6 +17,7 @@ from fake_adapters import FakeAdapters
 from fake_grammars import LateGrammars
 from fake_model import Interrupted, fake_engine
 from fake_tiers import HandThreads, add_tiers, written
+from free_costs import make_free
 from random_requests import RECIPES, Asked, random_params, random_tokens
 from scripted_drafts import ScriptedDrafts
 
@@ -119,13 +120,15 @@ class RandomSchedule:
         stores: Seq[Store] | Callable[[Engine], Seq[Store]] = (),
         *,
         known: Engine | None = None,
+        own_drafts: bool = False,
         transfers: Callable[[Engine], PageTransfers] | None = None,
     ) -> None:
         """With `stores` its engine has these tiers, whose reads come late.
 
         `transfers` makes those that copy its pages; None: those of its device.
 
-        With `known`, an `alone_engine`, it gets drafts, of which many are what follows.
+        With `known`, an `alone_engine`, it gets drafts, of which many are what follows; with
+        `own_drafts` those of the engine's own sources, as if rows and asking cost nothing.
         """
         self.rng = rng = random.Random(seed)
         self.now = 0.0
@@ -148,6 +151,8 @@ class RandomSchedule:
             "async_scheduling": rng.random() < 0.5,
             "max_model_len": rng.choice([None, None, None, 20]),
         }
+        if own_drafts:
+            self.options["speculation"] = "auto"
         self.graphs = rng.choice([None, (1, 2, 4, 6), (1, 3), (6,)])
         if self.graphs is not None:
             self.graphs = [size for size in self.graphs if size <= seqs] or None
@@ -181,6 +186,8 @@ class RandomSchedule:
 
             self.drafts = ScriptedDrafts(draw, following, right=draw.choice([0.3, 0.8, 1.0]))
             self.engine.speculate(self.drafts)
+        make_free(self.engine)
+        self.speculates = own_drafts or known is not None
         self.tree = self.engine.tree
         self.generated = 0  # tokens that came
         self.lost = False  # whether outputs were, in an interrupted step
@@ -466,7 +473,7 @@ class RandomSchedule:
         """Recounts every page and lock; at some steps also checks the KV of every page."""
         assert self.engine.tree is self.tree, "the page accounting was repaired"
         self.engine.check()
-        if self.drafts is not None:
+        if self.speculates:
             size = self.engine.config.page_size
             for sequence in self.engine.scheduler.running:
                 if self.engine.tiers is None or not sequence.remaining > 1:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from near_ties import GreedyText, greedy_texts, same_but_for_near_ties
+from scripted_drafts import ScriptedDrafts
 
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.request import DeviceLost
+from coppice.runtime.requests.request import DeviceLost, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.conftest import FAMILIES, OTHER_FAMILIES
 from tests.runtime.engine.test_families import GREEDY, prompts, run
@@ -164,6 +165,30 @@ def test_preempted_sequences_continue(
     engine = start_threads(path, ranks, kv_cache_tokens=192)
     assert run(engine, long) == run(start_threads(path, 1), long)
     assert engine.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("params", [
+    GREEDY, SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=20, ignore_eos=True),
+], ids=["greedy", "n"])  # fmt: skip
+def test_drafts_change_no_token(
+    tiny_checkpoint: Checkpoint, start_threads: StartRanks, ranks: int, params: SamplingParams
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected = run(start_threads(path, 1), params)
+    known = iter(expected)
+    texts = {(str(number), index): next(known) for number in range(3) for index in range(params.n)}
+
+    def following(sequence: Sequence) -> list[int]:
+        return texts[sequence.request.request_id, sequence.index][sequence.num_generated :]
+
+    engine = start_threads(path, ranks)
+    drafts = ScriptedDrafts(random.Random(ranks), following, vocabulary=320)
+    engine.speculate(drafts)
+    run_cold_and_warm(engine, expected, params)
+    assert drafts.accepted > 20
+    assert drafts.branched
+    assert drafts.drafted > drafts.accepted
 
 
 def test_prompts_are_scored_in_slices(
