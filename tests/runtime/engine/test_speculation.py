@@ -66,7 +66,7 @@ def test_random_schedules_with_drafts_give_what_each_request_gives_alone(
 
 @pytest.mark.parametrize(("begin", "end"), RANGES)
 def test_random_schedules_with_drafts_of_the_engines_own_sources(checkpoint, alone, begin, end):
-    """Adapters, grammars, sleep and resets change what text it may find; the texts stay the same."""
+    """Adapters, grammars, sleep and resets change what text it may find; texts stay the same."""
     compared = accepted = rejected = 0
     for seed in range(begin, end):
         policy = SCHEDULING_POLICIES[seed % len(SCHEDULING_POLICIES)]

@@ -52,12 +52,6 @@ async def test_replicas_answer_die_and_come_back(
 
     await until(both, 120)
     assert victim not in running.engines
-    # An actor of a replica is killed, and with it its engine.
-    (victim, *_) = running.replicas
-    engines = running.engines
-    os.kill(victim, signal.SIGKILL)
-    await until(lambda: len(set(running.engines) - set(engines)) == 1)
-    await until(both, 120)
     await load.end()
     assert not load.failures
     # The ingress is killed: connections wait for the next one.
@@ -68,6 +62,27 @@ async def test_replicas_answer_die_and_come_back(
     assert ingress not in running.ingresses
     said = running.stop()
     assert "stopping; requests still running: 0" in said
+
+
+@pytest.mark.slow
+async def test_a_replica_is_killed_with_its_engine(
+    cluster: Callable[..., Cluster], session: aiohttp.ClientSession
+) -> None:
+    running = cluster("--replicas", "2", "--max-model-len", "500")
+    load = Load(session, running.url, 6, max_tokens=40, ignore_eos=True)
+    await until(lambda: len(load.answers) > 10)
+    (victim, *_) = running.replicas  # Ray's actor
+    engines = running.engines
+    os.kill(victim, signal.SIGKILL)
+    await until(lambda: len(set(running.engines) - set(engines)) == 1)
+
+    async def both() -> bool:
+        return len((await report(session, running.url))["replicas"]) == 2
+
+    await until(both, 120)
+    await load.end()
+    assert not load.failures
+    running.stop()
 
 
 @pytest.mark.slow
