@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
-#: Numbers of all records, as int64 in the machine's order: for each a node and the kind, as
+#: Numbers of all records, as little-endian int64: for each a node and the kind, as
 #: `node << KIND_BITS | kind`, then one or two more. The edges of those that enter tokens, and the
 #: namespaces of those below a root, are apart, in order.
 Records: TypeAlias = tuple[bytes, list[bytes], list[Any]]
