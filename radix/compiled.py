@@ -140,7 +140,7 @@ def why_not(folder: Path) -> str:
     if not (folder / RECORD).exists():
         return "they were never compiled"
     if (folder / RECORD).read_text(encoding="ascii").partition(" ")[2] != library():
-        return "librt, which it calls, is missing or has changed since it was compiled"
+        return "librt is missing or not the one it was compiled with; install coppice again"
     return "a source has changed since it was compiled"
 
 

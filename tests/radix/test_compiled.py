@@ -128,7 +128,16 @@ def test_sources_are_used_without_the_library_of_the_compiled_ones(
 ) -> None:
     monkeypatch.setattr(compiled, "library", lambda: installed)
     assert hides(package)
-    assert "librt" in compiled.why_not(package)
+    assert compiled.why_not(package) == (
+        "librt is missing or not the one it was compiled with; install coppice again"
+    )
+
+
+def test_a_missing_library_has_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(compiled.library()) == 32
+    monkeypatch.delitem(sys.modules, "librt.strings", raising=False)
+    monkeypatch.setitem(sys.modules, "librt", None)
+    assert compiled.library() == ""
 
 
 def test_the_switch_prefers_sources(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
