@@ -44,6 +44,7 @@ class Publisher:
     instance; `broken` asks for all that the tree holds then.
 
     Attributes:
+        asks: whether what was put is on its way, and more is wanted.
         broken: whether all that the tree holds is to be put.
         when_broken: is called, in another thread, when it becomes so.
     """
@@ -52,7 +53,7 @@ class Publisher:
         self, published: Published, when_broken: Callable[[], None] = lambda: None
     ) -> None:
         """Starts the process. Raises ValueError, naming the option, if it can't bind an address."""
-        self.broken = False
+        self.asks, self.broken = True, False
         self.when_broken = when_broken
         self._published = published
         self._queue: deque[tuple[Records, Load | None]] = deque()
@@ -81,8 +82,9 @@ class Publisher:
 
     def put(self, records: Records, load: Load | None) -> None:
         """Has the records of a `TreeLog`, in order, and a load sent; from the engine's thread."""
+        self.asks = False
         self._queue.append((records, load))
-        if begin_anew(records):
+        if self.broken and begin_anew(records):
             self.broken = False
 
     def close(self) -> None:
@@ -167,6 +169,7 @@ class Publisher:
                     pause = _PAUSE
                     self._send(*self._queue[0])
                     self._queue.popleft()
+                self.asks = True
                 if self._process.poll() is not None:
                     raise BrokenPipeError("it has ended")
             except Exception as error:
@@ -206,7 +209,8 @@ class Publisher:
                 logger.warning("events of the cache are not published: %s", error)
                 continue
             self._started = time.monotonic()
-            self.broken, self._down = True, False
+            self.asks = self.broken = True
+            self._down = False
             self.when_broken()
             return
         self._pipe = os.open(os.devnull, os.O_WRONLY)  # `_end` closes it

@@ -13,18 +13,19 @@ from coppice.runtime.metrics.events.load import Load
 
 # Seconds between two reports of the load while it changes, and while it does not.
 _SOON, _LATER = 0.1, 0.5
-# Seconds between two batches of changes: who gets them does not look more often, and a batch for
-# each step would cost very short ones a few percent.
-_TOGETHER = 0.005
 
 
 class Sink(Protocol):
     """Who gets a stream, such as a `Publisher`; its own thread does the work.
 
-    `behind`: so much waits that more should be kept back. `broken`: something was lost, or somebody
-    is new, so that all that the tree holds should be put.
+    `asks`: what was put is on its way, and more is wanted; a batch for each step would cost very
+    short ones a few percent. `behind`: so much waits that more should be kept back; then it does
+    not ask. `broken`: something was lost, or somebody is new, so that all that the tree holds
+    should be put; then it asks.
     """
 
+    @property
+    def asks(self) -> bool: ...
     @property
     def behind(self) -> bool: ...
     @property
@@ -42,34 +43,35 @@ class KvEvents:
         """Takes over the publisher; `measure` gives the load, None: it is not reported."""
         self.sink, self._measure = publisher, measure
         self._load: Load | None = None  # as it was reported last
-        self._measured = self._sent = self._due_at = 0.0
+        self._measured = self._sent = 0.0
         self._tree, self._log = tree, attached(tree)
 
     def flush(self, *, idle: bool) -> None:
         """Has published what has changed lately; between two steps.
 
-        `idle`: whether no request runs or waits, so that the next call may be far away. Else some
-        milliseconds' changes may wait for a later call.
+        `idle`: whether no request runs or waits, so that the next call may be far away. Else the
+        changes wait until the sink asks for them.
         """
-        now = monotonic()
-        if now < self._due_at and not idle:
-            return
-        anew = self.sink.broken
-        if anew:
-            self._load = None  # somebody may not know it
-        load = self._due(now, idle or anew)
-        if self.sink.behind:
+        # Most calls return here, and the others take a short way: beside a step of a few requests
+        # each call of a function counts.
+        sink = self.sink
+        if not sink.asks and (not idle or sink.behind):
             return  # the log bounds what waits
-        self._due_at = now + _TOGETHER
+        anew, load = sink.broken, None
+        if self._measure is not None:
+            if anew:
+                self._load = None  # somebody may not know it
+            load = self._due(self._measure, idle or anew)
         records = self._log.everything() if anew else self._log.drain()
         if records[0] or load is not None:
-            self.sink.put(records, load)
+            sink.put(records, load)
 
-    def _due(self, now: float, always: bool) -> Load | None:
+    def _due(self, measure: Callable[[], Load], always: bool) -> Load | None:
         """The load, if it is to be reported now."""
-        if self._measure is None or (now - self._measured < _SOON and not always):
+        now = monotonic()
+        if now - self._measured < _SOON and not always:
             return None
-        load = self._measure()
+        load = measure()
         self._measured = now
         if self._load is not None and load[:4] == self._load[:4] and now - self._sent < _LATER:
             return None

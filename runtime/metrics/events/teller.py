@@ -33,6 +33,8 @@ class Teller:
         self._listeners: list[Tell] = []
         self._new: list[Tell] = []  # have not been told anything yet
         self._somebody_new = self._lost = False
+        #: Whether what was put is told, and more is wanted.
+        self.asks = True
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coppice-teller", daemon=True)
         self._thread.start()
@@ -49,7 +51,8 @@ class Teller:
 
     def put(self, records: Records, load: Load | None) -> None:
         """Has the records of a `TreeLog`, in order, and a load told; from the engine's thread."""
-        if begin_anew(records):
+        self.asks = False
+        if self._somebody_new and begin_anew(records):
             self._somebody_new = False
         self._queue.append((records, load))
 
@@ -60,7 +63,7 @@ class Teller:
         them, too.
         """
         self._queue.append(tell)
-        self._somebody_new = True
+        self._somebody_new = self.asks = True
 
     def remove(self, tell: Tell) -> None:
         """Ends that, soon; from any thread."""
@@ -89,6 +92,7 @@ class Teller:
                 except Exception:
                     logger.exception("changes of the cache were lost; all are told again")
                     self._lost = True
+            self.asks = True
 
     def _tell(self, records: Records, load: Load | None) -> None:
         changes: list[Change] = []

@@ -17,6 +17,7 @@ class Sink:
     """Keeps what is put."""
 
     def __init__(self) -> None:
+        self.asks = True
         self.behind = self.broken = self.closed = False
         self.batches: list[list[Change]] = []
         self.loads: list[Load | None] = []
@@ -43,24 +44,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_changes_of_very_short_steps_are_put_together(clock: Clock) -> None:
+def test_changes_wait_until_the_sink_asks_for_them() -> None:
     tree, sink = RadixTree(PagePool(64, 4)), Sink()
     events = KvEvents(sink, tree, None)
     serve(tree, [1, 2])
     events.flush(idle=False)
     assert sink.batches.pop() == [Opened(1, None), Stored(2, 1, 0, bytes([1, 0, 0, 0, 2, 0, 0, 0]))]
+    sink.asks = False
     for token in range(3, 8):
-        clock.now += 0.0009
         serve(tree, [token])
         events.flush(idle=False)
     assert not sink.batches
-    clock.now += 0.001
+    sink.asks = True
     events.flush(idle=False)
     assert len(sink.batches.pop()) == 5
 
 
-def test_what_an_engine_did_last_is_put_at_once(clock: Clock) -> None:
+def test_what_an_engine_did_last_is_put_at_once() -> None:
     tree, sink = RadixTree(PagePool(64, 4)), Sink()
+    sink.asks = False
     events = KvEvents(sink, tree, None)
     for token in range(3):
         serve(tree, [token])
@@ -68,10 +70,10 @@ def test_what_an_engine_did_last_is_put_at_once(clock: Clock) -> None:
     assert [len(each) for each in sink.batches] == [2, 1, 1]
 
 
-def test_what_waits_is_put_at_the_end(clock: Clock) -> None:
+def test_what_waits_is_put_at_the_end() -> None:
     tree, sink = RadixTree(PagePool(64, 4)), Sink()
     events = KvEvents(sink, tree, None)
-    events.flush(idle=False)
+    sink.asks = False
     serve(tree, [1])
     events.flush(idle=False)
     assert not sink.batches
@@ -82,7 +84,7 @@ def test_what_waits_is_put_at_the_end(clock: Clock) -> None:
     events.flush(idle=True)  # it does not listen any more
 
 
-def test_a_broken_sink_gets_all_that_the_tree_holds(clock: Clock) -> None:
+def test_a_broken_sink_gets_all_that_the_tree_holds() -> None:
     tree, sink = RadixTree(PagePool(64, 4)), Sink()
     events = KvEvents(sink, tree, None)
     serve(tree, [1])
@@ -94,15 +96,15 @@ def test_a_broken_sink_gets_all_that_the_tree_holds(clock: Clock) -> None:
     assert sum(isinstance(each, Stored) for each in sink.batches[1]) == 2
 
 
-def test_one_that_is_behind_gets_nothing_until_it_has_caught_up(clock: Clock) -> None:
+def test_one_that_is_behind_gets_nothing_until_it_has_caught_up() -> None:
     tree, sink = RadixTree(PagePool(64, 4)), Sink()
     events = KvEvents(sink, tree, None)
-    sink.behind = True
+    sink.asks, sink.behind = False, True
     serve(tree, [1])
     events.flush(idle=True)
     events.flush(idle=False)
     assert not sink.batches
-    sink.behind = False
+    sink.asks, sink.behind = True, False
     events.flush(idle=False)
     assert len(sink.batches.pop()) == 2
 
