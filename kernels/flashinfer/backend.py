@@ -7,6 +7,10 @@ prefill wrapper: its fa2 kernels are what the decode wrapper calls for tensor co
 no array from pageable memory, for which the host would wait. A kernel of ours merges all partial
 results of a row, in float32.
 
+Steps whose rows are trees of tokens run by our own Triton kernels, which take what a row sees as
+the bits of a number. FlashInfer takes a mask of rows by all of their keys, which would have to be
+laid out, sent and packed anew in each step.
+
 FlashInfer's log-sum-exps are to base 2 and are converted in the merge. Our own Triton kernels
 write, rotate and copy K and V: FlashInfer rotates and appends to the cache by two kernels, so that
 keys go to memory and back between them (its one fused kernel for 16-bit caches is for two head
@@ -48,6 +52,7 @@ from coppice.kernels.schedule.tiles import choose_tiles
 from coppice.kernels.transfer import Outbox
 from coppice.kernels.triton.backend import TritonBackend
 from coppice.kernels.triton.base import GpuBackend, on
+from coppice.kernels.triton.plans import PreparedPlan as TritonPlan
 from coppice.kernels.triton.plans import TritonFixedPlan
 
 _log = logging.getLogger(__name__)
@@ -137,19 +142,28 @@ class FlashInferBackend(GpuBackend):
         self._on_cuda = self._on_cuda or device.type == "cuda"
         self._with_fa3: set[LayerKind] = set()
         self._ours = TritonBackend(device)
+        #: Older chips have no 8-bit numbers that our kernels could read.
+        self.branches = case is None or case.cache_dtype in (
+            *self._ours.dtypes,
+            *self._ours.scaled_dtypes,
+        )
         self._case = case
         if case is not None:
             self._cover(case)
 
     def prepare(
         self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
-    ) -> PreparedPlan:
+    ) -> PreparedPlan | TritonPlan:
+        if plan.branches is not None:
+            if not self.branches:
+                raise ValueError(
+                    "branches of the plan are given; over this cache the flashinfer backend takes "
+                    "only None here"
+                )
+            self._ours.tables = self.tables
+            return self._ours.prepare(plan, num_pages=num_pages, outbox=outbox)
         plan.check(num_pages)
         self._check_tables(plan)
-        if plan.branches is not None:
-            raise ValueError(
-                "branches of the plan are given; the flashinfer backend takes only None"
-            )
         made = PreparedPlan(plan, self.device, self.tables)
         if outbox is not None:
             if self._before is not None:
@@ -169,7 +183,11 @@ class FlashInferBackend(GpuBackend):
     ) -> Sequence[Sequence[FlashInferFixedPlan | TritonFixedPlan]]:
         self._ours.tables = self.tables
         made = self._ours.fixed_plans(
-            sizes, page_size=page_size, num_pages=num_pages, max_pages=max_pages
+            sizes,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_pages=max_pages,
+            branches=branches,
         )
         split = None
         if self._case is not None:
@@ -194,14 +212,14 @@ class FlashInferBackend(GpuBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         cache: LayerCache,
-        prepared: PreparedPlan | FlashInferFixedPlan | TritonFixedPlan,
+        prepared: PreparedPlan | FlashInferFixedPlan | TritonPlan | TritonFixedPlan,
         *,
         scale: float,
         sliding_window: int | None = None,
         logit_softcap: float | None = None,
         lse_read: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(prepared, TritonFixedPlan):
+        if isinstance(prepared, TritonPlan | TritonFixedPlan):
             return self._ours.attend(
                 q, k, v, cache, prepared, scale=scale, sliding_window=sliding_window,
                 logit_softcap=logit_softcap, lse_read=lse_read,

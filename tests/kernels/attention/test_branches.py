@@ -108,10 +108,29 @@ def test_branches_in_a_graph(make_batch, triton_backend, fine_splits):
                 agree(batch.run(backend, prepared=place), batch.run(REFERENCE))
 
 
-def test_flashinfer_refuses_branches_by_name(make_batch, flashinfer_backend):
+def test_trees_of_the_flashinfer_backend_run_by_our_kernels(
+    make_batch, flashinfer_backend, triton_backend
+):
+    batch = make_batch(TAILS, LEVELS, group=2, trees=trees(1), dtype=torch.bfloat16, head_dim=64)
+    assert flashinfer_backend.branches
+    for window in (None, 5):
+        got, expected = (batch.run(each, window) for each in (flashinfer_backend, triton_backend))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    size, options = batch.plan.num_rows, {"page_size": 4, "max_pages": 64}
+    for branches in (True, False):
+        (places,) = flashinfer_backend.fixed_plans(
+            (size,), num_pages=batch.num_pages, branches=branches, **options
+        )
+        assert [place.load(batch.plan) for place in places].count(True) == branches
+
+
+def test_flashinfer_without_numbers_that_our_kernels_read_refuses_branches(
+    make_batch, flashinfer_backend, monkeypatch
+):
+    """Chips before 8.9 have no 8-bit floats, but FlashInfer reads caches of them."""
     batch = make_batch(TAILS, (), trees=trees(1))
-    assert not flashinfer_backend.branches
-    with pytest.raises(ValueError, match="branches of the plan are given; the flashinfer backend"):
+    monkeypatch.setattr(flashinfer_backend, "branches", False)
+    with pytest.raises(ValueError, match="branches of the plan are given; over this cache"):
         flashinfer_backend.prepare(batch.plan)
 
 

@@ -208,7 +208,7 @@ def test_flashinfers_graphs_of_mixed_steps_give_the_tokens_without(tiny_checkpoi
 
 
 def test_flashinfers_drafts_give_the_tokens_without(tiny_checkpoint):
-    """Of a draft with branches the likeliest path is computed."""
+    """Steps with branches run by our kernels, the others by FlashInfer's."""
     path = tiny_checkpoint("llama", head_dim=128)
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
     found, drafts = [], None
@@ -228,7 +228,7 @@ def test_flashinfers_drafts_give_the_tokens_without(tiny_checkpoint):
         found.append(run(engine))
     assert_the_same(*found)
     assert drafts.accepted > 20
-    assert not drafts.branched
+    assert drafts.branched > 5
 
 
 def test_pages_are_freed_and_reused_before_the_gpu_has_finished(tiny_checkpoint):
