@@ -52,7 +52,8 @@ MODES: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
     "bfloat16-kv": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
-    "fp8-kv": {"kv_cache_dtype": "fp8"},
+    # 16 bits, in which a GPU computes with it.
+    "fp8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 _LENGTH = 1024
 

@@ -110,8 +110,8 @@ class FlashInferBackend(GpuBackend):
 
     name = "flashinfer"
     dtypes = (torch.bfloat16, torch.float16)
-    scaled_dtypes = (torch.float8_e4m3fn,)
     softcaps = True
+    branches = True
     ordered = True
     mixed_plans = True
     _on_cuda = False
@@ -142,11 +142,8 @@ class FlashInferBackend(GpuBackend):
         self._on_cuda = self._on_cuda or device.type == "cuda"
         self._with_fa3: set[LayerKind] = set()
         self._ours = TritonBackend(device)
-        #: Older chips have no 8-bit numbers that our kernels could read.
-        self.branches = case is None or case.cache_dtype in (
-            *self._ours.dtypes,
-            *self._ours.scaled_dtypes,
-        )
+        # Our kernels write the cache, and older chips have no 8-bit numbers for them.
+        self.scaled_dtypes = self._ours.scaled_dtypes
         self._case = case
         if case is not None:
             self._cover(case)
@@ -155,11 +152,6 @@ class FlashInferBackend(GpuBackend):
         self, plan: AttentionPlan, *, num_pages: int | None = None, outbox: Outbox | None = None
     ) -> PreparedPlan | TritonPlan:
         if plan.branches is not None:
-            if not self.branches:
-                raise ValueError(
-                    "branches of the plan are given; over this cache the flashinfer backend takes "
-                    "only None here"
-                )
             self._ours.tables = self.tables
             return self._ours.prepare(plan, num_pages=num_pages, outbox=outbox)
         plan.check(num_pages)

@@ -39,5 +39,5 @@ def smaller_weights(quantization: str | None, device: torch.device) -> str:
         name = "int8" if device.type == "cpu" else "fp8"
         smaller.append(f", or quantization {name!r}, with a byte for a weight")
     if quantization in (None, "int8") and device.type == "cpu":
-        smaller.append(", or quantization 'int4', with half a byte")
+        smaller.append(", or quantization 'int4', with 5 bits")
     return "Take a smaller model" + "".join(smaller)

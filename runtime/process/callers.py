@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 #: Calls whose first argument is the name of a request.
 _NAMING = frozenset({"add_request", "add_pooling", "add_beam_search", "abort"})
+#: Calls that leave something to the caller, which nobody would get who has gone.
+_LEAVING = _NAMING - {"abort"} | {"subscribe"}
 #: Messages that may wait for a caller before it counts as one that does not read.
 _MOST_WAITING = 20_000
 
@@ -34,6 +36,7 @@ class Caller:
 
     def __init__(self, channel: Channel, answers: Channel, prefix: str = "") -> None:
         self.channel, self.answers, self.prefix = channel, answers, prefix
+        self._cut_off = False
 
     def within(self, method: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of its call, with names as the engine knows them."""
@@ -43,7 +46,16 @@ class Caller:
 
     def tell(self, changes: list[Change], load: Load | None) -> None:
         """Sends it what has changed; from any thread."""
-        self.channel.send(Told(changes, load))
+        self.send(Told(changes, load))
+
+    def send(self, item: Any) -> None:
+        """Sends it something by its channel, or ends that if it does not read."""
+        if self.channel.waiting <= _MOST_WAITING:
+            self.channel.send(item)
+        elif not self._cut_off:
+            self._cut_off = True
+            logger.error("a caller does not read what the engine sends it; it is cut off")
+            self.channel.cut()
 
 
 class Callers:
@@ -60,6 +72,11 @@ class Callers:
         caller = Caller(channel, channel, f"{self._numbers}/")
         self._others[caller.prefix] = caller
         return caller
+
+    def in_vain(self, caller: Caller, method: str) -> bool:
+        """Whether a call would leave something to one that has gone."""
+        gone = caller is not self.parent and caller.prefix not in self._others
+        return gone and method in _LEAVING
 
     @property
     def names(self) -> list[str]:
@@ -87,12 +104,7 @@ class Callers:
             else:
                 parts[""].append(row)
         for prefix, part in parts.items():
-            caller = self._others.get(prefix, self.parent)
-            if caller.channel.waiting > _MOST_WAITING:
-                logger.error("a caller does not read what the engine sends it; it is cut off")
-                caller.channel.cut()
-            else:
-                caller.channel.send(part)
+            self._others.get(prefix, self.parent).send(part)
 
     def close(self) -> None:
         """Closes all channels, those of the parent last."""

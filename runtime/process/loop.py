@@ -170,6 +170,7 @@ class EngineLoop:
             if self._teller is not None:
                 self._teller.remove(caller.tell)
             self._callers.remove(caller, self._engine.abort, self._engine.unfinished)
+            self._engine.events.flush()  # there may be no step soon
             # A thread that still writes to it must not hold up the engine.
             threading.Thread(target=caller.channel.close, daemon=True).start()
 
@@ -219,6 +220,8 @@ class EngineLoop:
         self._come_and_gone()
         while self._calls:
             caller, (number, method, args, kwargs) = self._calls.popleft()
+            if self._callers.in_vain(caller, method):
+                continue
             try:
                 result: Any = None
                 failed = False

@@ -60,11 +60,7 @@ def choose_attention(
         flashinfer_kernels=config.flashinfer_kernels,
     )
     if dtype not in backend.dtypes:
-        allowed = ", ".join(map(_name, backend.dtypes))
-        raise ValueError(
-            f"dtype: the {backend.name} attention backend computes in {allowed} on this "
-            f"device, got {_name(dtype)}"
-        )
+        raise ValueError(_wrong_dtype(config, backend, dtype, device))
     scaled = cache_dtype in backend.scaled_dtypes
     rounded = cache_dtype in backend.rounded_dtypes and dtype == torch.float32
     if not (cache_dtype == dtype or scaled or rounded):
@@ -74,6 +70,25 @@ def choose_attention(
             f"{_cache_types(backend, dtype)}"
         )
     return ChosenAttention(backend, cache_dtype, scaled)
+
+
+def _wrong_dtype(
+    config: EngineConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+) -> str:
+    """What is wrong with a type that the attention backend does not have."""
+    allowed = ["'auto'", *(repr(_name(each)) for each in backend.dtypes)]
+    beside = f"the {backend.name} attention backend"
+    if device.type == "cpu" and torch.bfloat16 not in backend.dtypes:
+        # There it is a type of products alone, which these options choose otherwise.
+        if config.quantization is not None:
+            beside = f"quantization {config.quantization!r}"
+        elif config.deterministic:
+            beside = "deterministic True"
+        else:
+            allowed.append("'bfloat16'")
+    return (
+        f"dtype is {_name(dtype)!r}; with {beside} on this device it must be {' or '.join(allowed)}"
+    )
 
 
 def _cache_types(backend: AttentionBackend, dtype: torch.dtype) -> str:

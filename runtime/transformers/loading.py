@@ -54,7 +54,7 @@ def load_foreign(
     widened = device.type == "cpu" and dtype == torch.float32 and declared.itemsize == 2
     halves = declared if widened else None
     linear = linear_class(quantization, device, dtype, halves=halves, bfloat16=bfloat16)
-    taken = _bytes(described, linear, dtype, device)
+    taken = _bytes(described, linear, dtype)
     remedy = smaller_weights(quantization, device)
     check_room("the weights", taken, device, remedy)
     with explained("the weights", taken, device, remedy), _quiet(described):
@@ -130,11 +130,9 @@ def _random(described: Described, dtype: torch.dtype, seed: int) -> PreTrainedMo
     return model
 
 
-def _bytes(
-    described: Described, linear: type[Linear], dtype: torch.dtype, device: torch.device
-) -> int:
-    each = linear(16, 16, bias=False, dtype=dtype, device=device).weight.element_size()
-    return described.matrices * each + described.others * dtype.itemsize
+def _bytes(described: Described, linear: type[Linear], dtype: torch.dtype) -> int:
+    matrices = described.matrices * linear.stored_as(dtype)[0] / 8
+    return round(matrices) + described.others * dtype.itemsize
 
 
 @contextmanager

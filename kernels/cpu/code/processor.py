@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 from functools import cache
+from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ ASKED = (
 )  # fmt: skip
 # Processors that differ from others with the same instructions, by LLVM's names.
 _NAMED = ("znver4",)
+
+# What Linux calls an ARM processor's features (Documentation/arch/arm64/elf_hwcaps.rst).
+_OF_LINUX = {"neon": "asimd", "bf16": "bf16", "dotprod": "asimddp"}
 
 # Linux's call by which a process asks for the tiles of AMX, on x86-64: what is asked for, and the
 # number of that part of a thread's state (Documentation/arch/x86/xstate.rst).
@@ -74,13 +78,22 @@ def features() -> frozenset[str]:
         import llvmlite.binding as llvm
     except ImportError:
         return frozenset()
-    found = llvm.get_host_cpu_features()
-    names = [name for name in ASKED if found.get(name)]
+    found = {name for name, has in llvm.get_host_cpu_features().items() if has}
+    if sys.platform == "linux" and platform.machine() == "aarch64":
+        found |= arm_features(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    names = [name for name in ASKED if name in found]
     names += [name for name in _NAMED if name == llvm.get_host_cpu_name()]
     if "amx-tile" in names and not _granted_tiles():
         _log.info("the processor has AMX, and the system does not grant it")
         names = [name for name in names if not name.startswith("amx")]
     return frozenset(names)
+
+
+def arm_features(cpuinfo: str) -> set[str]:
+    """Features of an ARM processor that LLVM leaves out there, by what Linux says of it."""
+    lines = (line for line in cpuinfo.splitlines() if line.startswith("Features"))
+    said = next(lines, "").partition(":")[2].split()
+    return {name for name, theirs in _OF_LINUX.items() if theirs in said}
 
 
 def _granted_tiles() -> bool:

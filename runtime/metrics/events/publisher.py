@@ -195,6 +195,7 @@ class Publisher:
     def _start_again(self) -> None:
         """Starts another process after the end of this one, however often that takes."""
         self._down = self._anew = True
+        self.asks = False
         self._process.kill()
         code = self._process.wait()
         logger.error("the process that publishes events ended with status %d; another starts", code)

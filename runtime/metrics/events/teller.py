@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from coppice.radix.mirror.changes import Change, Translator
@@ -24,11 +25,19 @@ _Batch: TypeAlias = tuple[Records, Load | None]
 Tell: TypeAlias = Callable[[list[Change], Load | None], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Listener:
+    """One that comes, or leaves: in the queue, so that neither overtakes the other."""
+
+    tell: Tell
+    leaves: bool = False
+
+
 class Teller:
     """Gives the changes of one tree to any number of listeners, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._queue: deque[_Batch | Tell] = deque()
+        self._queue: deque[_Batch | _Listener] = deque()
         self._translator = Translator()
         self._listeners: list[Tell] = []
         self._new: list[Tell] = []  # have not been told anything yet
@@ -62,14 +71,12 @@ class Teller:
         The first changes that it gets are `Cleared` and all that the tree holds; the others get
         them, too.
         """
-        self._queue.append(tell)
+        self._queue.append(_Listener(tell))
         self._somebody_new = self.asks = True
 
     def remove(self, tell: Tell) -> None:
         """Ends that, soon; from any thread."""
-        for listeners in (self._listeners, self._new):
-            with suppress(ValueError):
-                listeners.remove(tell)
+        self._queue.append(_Listener(tell, leaves=True))
 
     def close(self) -> None:
         """Tells what waits, and ends."""
@@ -84,8 +91,8 @@ class Teller:
             while self._queue:
                 pause = _PAUSE
                 item = self._queue.popleft()
-                if not isinstance(item, tuple):
-                    self._new.append(item)
+                if isinstance(item, _Listener):
+                    self._move(item)
                     continue
                 try:
                     self._tell(*item)
@@ -93,6 +100,14 @@ class Teller:
                     logger.exception("changes of the cache were lost; all are told again")
                     self._lost = True
             self.asks = True
+
+    def _move(self, listener: _Listener) -> None:
+        if not listener.leaves:
+            self._new.append(listener.tell)
+            return
+        for listeners in (self._listeners, self._new):
+            with suppress(ValueError):
+                listeners.remove(listener.tell)
 
     def _tell(self, records: Records, load: Load | None) -> None:
         changes: list[Change] = []

@@ -77,7 +77,8 @@ def _check_fp8_device(device: torch.device) -> None:
     """Refuse to run where there is no product of 8-bit floats."""
     if device.type != "cuda":
         raise ValueError(
-            f"quantization 'fp8' runs on a GPU only; device is {device}, which takes 'int8'"
+            f"quantization 'fp8' runs on a GPU only; device is {device}, which takes 'int8' or "
+            "'int4'"
         )
     chip = torch.cuda.get_device_properties(device)
     if (chip.major, chip.minor) < (8, 9):

@@ -86,3 +86,13 @@ def test_fewer_bits_answer_alike(file: Path) -> None:
     kinds: list[dict[str, Any]] = [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}]
     answers = [load(file, **options).chat(MESSAGES, GREEDY)[0] for options in kinds]
     assert all("Paris" in each.outputs[0].text for each in answers)
+
+
+def test_floats_that_are_rounded_to_4_bits_answer_alike(
+    file: Path, theirs: PreTrainedModel, tmp_path: Path
+) -> None:
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    theirs.to(torch.float32)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path)
+    answer = load(tmp_path, quantization="int4").chat(MESSAGES, GREEDY)[0]
+    assert "Paris" in answer.outputs[0].text

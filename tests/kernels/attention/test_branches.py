@@ -124,16 +124,6 @@ def test_trees_of_the_flashinfer_backend_run_by_our_kernels(
         assert [place.load(batch.plan) for place in places].count(True) == branches
 
 
-def test_flashinfer_without_numbers_that_our_kernels_read_refuses_branches(
-    make_batch, flashinfer_backend, monkeypatch
-):
-    """Chips before 8.9 have no 8-bit floats, but FlashInfer reads caches of them."""
-    batch = make_batch(TAILS, (), trees=trees(1))
-    monkeypatch.setattr(flashinfer_backend, "branches", False)
-    with pytest.raises(ValueError, match="branches of the plan are given; over this cache"):
-        flashinfer_backend.prepare(batch.plan)
-
-
 def test_slots_are_moved_in_any_order(make_batch, branching):
     from coppice.kernels.attention.interface import LayerCache
 

@@ -80,7 +80,8 @@ def test_types_that_a_chip_lacks_are_refused(gpu, tiny_checkpoint):
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; with the triton attention"):
         ModelRunner(EngineConfig(model=path, kv_cache_dtype="fp8"))
     gpu.chip.major, gpu.chip.minor = 7, 5
-    with pytest.raises(ValueError, match="computes in float16, float32 on this device, got bfloat"):
+    told = "dtype is 'bfloat16'; with the triton .* must be 'auto' or 'float16' or 'float32'"
+    with pytest.raises(ValueError, match=told):
         ModelRunner(EngineConfig(model=path, dtype="bfloat16"))
 
 

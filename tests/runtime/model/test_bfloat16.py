@@ -166,21 +166,41 @@ def test_answers_are_those_of_rounded_products(
                 break
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+INT8 = {"dtype": "float32", "quantization": "int8"}
+INT4 = {"dtype": "float32", "quantization": "int4"}
+HALF_CACHE = {"dtype": "float32", "kv_cache_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("mixtral", {}),
+        ("gpt_oss", {}),
+        ("llama", INT8),
+        ("llama", INT4),
+        ("llama", HALF_CACHE),
+    ],
+    ids=["llama", "mixtral", "gpt_oss", "int8", "int4", "cache"],
+)
 def test_a_request_has_the_same_bits_alone_and_in_a_batch_cold_and_warm(
-    tiny_checkpoint: Callable[..., Path], family: str, one_thread_after: None
+    tiny_checkpoint: Callable[..., Path],
+    family: str,
+    options: dict[str, str],
+    one_thread_after: None,
 ) -> None:
+    torch.set_num_threads(2)
     folder = tiny_checkpoint(family)
-    expected = run(start(folder, page_size=16), alone=True)
-    engine = start(folder, page_size=16)
+    expected = run(start(folder, page_size=16, **options), alone=True)
+    engine = start(folder, page_size=16, **options)
     assert run(engine) == expected, "in a batch"
     assert run(engine) == expected, "from the cache"
     assert run(engine, alone=True) == expected
     torch.set_num_threads(1)
-    assert run(start(folder, page_size=16)) == expected, "on one thread"
+    assert run(start(folder, page_size=16, **options)) == expected, "on one thread"
     tokens = [[token for token, _ in row] for row in expected]
     for page_size in (1, 7):
-        found = run(start(folder, page_size=page_size))
+        found = run(start(folder, page_size=page_size, **options))
         assert [[token for token, _ in row] for row in found] == tokens
 
 
@@ -245,10 +265,12 @@ def test_a_processor_without_instructions_for_it_is_named_in_the_log(
 
 
 @pytest.mark.parametrize(
-    "options", [{"quantization": "int8"}, {"attention_backend": "cpu", "quantization": "int8"}]
+    "options", [{"quantization": "int8"}, {"attention_backend": "cpu", "quantization": "int4"}]
 )
 def test_int8_is_not_also_bfloat16(
     tiny_checkpoint: Callable[..., Path], options: dict[str, str]
 ) -> None:
-    with pytest.raises(ValueError, match=r"int8|dtype"):
+    kind = options["quantization"]
+    told = f"dtype is 'bfloat16'; with quantization '{kind}' .* must be 'auto' or 'float32'"
+    with pytest.raises(ValueError, match=told):
         start(tiny_checkpoint("llama"), **options)

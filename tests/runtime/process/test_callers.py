@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.process import callers
 from coppice.runtime.process.channel import Channel
 from coppice.runtime.process.loop import EngineLoop
@@ -193,6 +195,36 @@ def test_who_subscribes_is_told(called: Any) -> None:
     assert pickle.loads(pickle.dumps(told)) == told
     stored = b"".join(getattr(each, "tokens", b"") for each in told.changes)
     assert len(stored) == 4 * (len(PROMPT) + 5)
+
+
+def test_calls_of_who_is_gone_leave_nothing(called: Any) -> None:
+    """They may be taken in the same turn in which the engine learns that it has gone."""
+    engine, parent, another = called
+    parent.call(1, "add_request", "kept", PROMPT, ENDLESS)
+    for _ in range(10):
+        one = another()
+        one.channel.send((1, "add_request", ("a", PROMPT, ENDLESS), {}))
+        one.channel.send((2, "subscribe", (), {}))
+        one.channel.close()
+    until(lambda: engine.unfinished in (["kept"], []))
+    tellers = [stream.sink for stream in engine.events._streams]
+    until(lambda: not any(each._queue or each._new or each._listeners for each in tellers))
+    parent.call(2, "check")
+
+
+def test_who_subscribes_and_does_not_read_is_cut_off(
+    called: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, parent, another = called
+    one = another()
+    one.call(1, "subscribe")
+    monkeypatch.setattr(callers, "_MOST_WAITING", -1)  # as if much waited already
+    with caplog.at_level(logging.ERROR):
+        engine.events._streams[-1].sink._queue.append(((b"", [], []), Load(1, 2, 3, 4, 5.0, 6.0)))
+        until(lambda: "end" in one.other)
+    assert caplog.text.count("does not read what the engine sends it") == 1
+    monkeypatch.undo()
+    assert parent.call(1, "callers") == (False, [])
 
 
 def test_who_does_not_read_is_cut_off(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,16 @@ def test_int8_takes_every_linear_layer(foreign_checkpoint: Make, tied: bool) -> 
     assert len(linears) == 2 * 4 + 1
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_int4_takes_every_linear_layer_but_the_head(foreign_checkpoint: Make, tied: bool) -> None:
+    path = foreign_checkpoint("gpt2", tie_word_embeddings=tied)
+    engine = start(path, quantization="int4")
+    linears = [type(m) for m in engine.runner.decoder.modules() if isinstance(m, Linear)]
+    assert sorted(each.__name__ for each in linears) == ["Int4Linear"] * 8 + ["Int8Linear"]
+    tokens = run(engine)
+    assert run(engine) == tokens
+
+
 @pytest.mark.parametrize(
     ("family", "norms", "gated"),
     [("seed_oss", 5, 2), ("vaultgemma", 5, 0), ("apertus", 9, 0), ("stablelm", 0, 2)],

@@ -32,6 +32,8 @@ class Levels(NamedTuple):
         middles: what stands for zero, int32 `[out, groups]`; None: half of all levels.
         scales: float `[out, groups]`.
         order: the group of each input, int64 `[in]`; None: groups follow each other.
+        bits: of a number.
+        declared: inputs of a group, as the checkpoint's config says; None: it does not.
     """
 
     numbers: torch.Tensor
@@ -39,6 +41,7 @@ class Levels(NamedTuple):
     scales: torch.Tensor
     order: torch.Tensor | None
     bits: int
+    declared: int | None = None
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raises ValueError where the parts are not those of a weight of that shape."""
@@ -50,6 +53,16 @@ class Levels(NamedTuple):
                 f"there are scales of {tuple(self.scales.shape)} and zero points of "
                 f"{tuple(zeros.shape)} for {shape[0]} outputs"
             )
+        if self.order is None:
+            self.group  # noqa: B018 - raises where there is none
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group where groups follow each other; the last one may have fewer.
+
+        Raises ValueError where neither the config nor the number of scales tells it.
+        """
+        return group_of(self.numbers.shape[1], self.scales.shape[1], self.declared)
 
     def decoded(self) -> torch.Tensor:
         """The weight itself."""
@@ -64,7 +77,8 @@ class Levels(NamedTuple):
         inputs, groups = self.numbers.shape[1], self.scales.shape[1]
         if self.bits not in (4, 8) or inputs % groups or inputs // groups % BLOCK:
             return None
-        if self.order is not None and not torch.equal(self.order, self._in_turn()):
+        order = torch.arange(inputs) // (inputs // groups)
+        if not torch.equal(self._in_turn() if self.order is None else self.order, order):
             return None
         levels, factors, offsets = self.numbers.to(torch.uint8), self.scales.float(), None
         if self.middles is not None and (self.middles != 1 << (self.bits - 1)).any():
@@ -75,18 +89,39 @@ class Levels(NamedTuple):
 
     def _in_turn(self) -> torch.Tensor:
         """The group of each input where groups follow each other."""
-        inputs, groups = self.numbers.shape[1], self.scales.shape[1]
-        return torch.arange(inputs) // (-(-inputs // groups))
+        return torch.arange(self.numbers.shape[1]) // self.group
 
 
-def awq(words: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor) -> Levels:
+def group_of(inputs: int, groups: int, declared: int | None) -> int:
+    """Inputs of each of so many groups, of which the last may have fewer.
+
+    Raises ValueError where they are neither of the `declared` size nor of one that divides.
+    """
+    if declared is not None and -(-inputs // declared) == groups:
+        return declared
+    if not groups or inputs % groups:
+        said = "no group_size" if declared is None else f"group_size {declared}"
+        raise ValueError(
+            f"{groups} groups do not divide {inputs} inputs, and the config has {said}"
+        )
+    return inputs // groups
+
+
+def awq(
+    words: torch.Tensor,
+    zeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    *,
+    group: int | None = None,
+) -> Levels:
     """`words [in, out / 8]`, `zeros [groups, out / 8]`, `scales [groups, out]`."""
 
     def ordered(packed: torch.Tensor) -> torch.Tensor:
         numbers = unpacked(packed, 4).view(len(packed), -1, 8)
         return numbers[..., list(_AWQ)].reshape(len(packed), -1).t()
 
-    return Levels(ordered(words), None if zeros is None else ordered(zeros), scales.t(), None, 4)
+    middles = None if zeros is None else ordered(zeros)
+    return Levels(ordered(words), middles, scales.t(), None, 4, group)
 
 
 def gptq(
@@ -97,6 +132,7 @@ def gptq(
     *,
     bits: int,
     zeros_less_one: bool,
+    group: int | None = None,
 ) -> Levels:
     """`words [in * bits / 32, out]`, `zeros [groups, out * bits / 32]`, `scales [groups, out]`.
 
@@ -104,7 +140,7 @@ def gptq(
     """
     middles = None if zeros is None else unpacked(zeros, bits).t() + int(zeros_less_one)
     order = None if order is None else order.long()
-    return Levels(unpacked(words.t().contiguous(), bits), middles, scales.t(), order, bits)
+    return Levels(unpacked(words.t().contiguous(), bits), middles, scales.t(), order, bits, group)
 
 
 def packed_rows(
@@ -115,6 +151,7 @@ def packed_rows(
     *,
     shape: tuple[int, int],
     bits: int,
+    group: int | None = None,
 ) -> Levels:
     """compressed-tensors' `words [out, in * bits / 32]` and `scales [out, groups]`, of `shape`.
 
@@ -123,7 +160,7 @@ def packed_rows(
     rows, columns = shape
     middles = None if zeros is None else unpacked(zeros.t().contiguous(), bits)[:, :rows].t()
     order = None if order is None else order.long()
-    return Levels(unpacked(words, bits)[:, :columns], middles, scales, order, bits)
+    return Levels(unpacked(words, bits)[:, :columns], middles, scales, order, bits, group)
 
 
 def scaled(
@@ -132,6 +169,7 @@ def scaled(
     zeros: torch.Tensor | None,
     *,
     block: tuple[int, int],
+    group: int | None = None,
 ) -> torch.Tensor:
     """8-bit `numbers [out, in]` with a scale for all, each row, groups of columns, or blocks."""
     rows, columns = numbers.shape
@@ -141,18 +179,18 @@ def scaled(
     if scales.dim() == 1:
         scales = scales[:, None]
     if len(scales) == rows:
-        return _by_columns(numbers, scales, zeros)
+        return _by_columns(numbers, scales, zeros, group)
     height, width = block
     spread = scales.float().repeat_interleave(height, 0)[:rows]
     return numbers.float().mul_(spread.repeat_interleave(width, 1)[:, :columns])
 
 
 def _by_columns(
-    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int | None
 ) -> torch.Tensor:
     """Numbers with scales `[rows, groups]` of groups of columns."""
-    columns, groups = numbers.shape[1], scales.shape[1]
-    order = torch.arange(columns) // (-(-columns // groups))
+    columns = numbers.shape[1]
+    order = torch.arange(columns) // group_of(columns, scales.shape[1], group)
     values = numbers.float()
     if zeros is not None:
         values -= zeros.float().reshape(len(values), -1)[:, order]

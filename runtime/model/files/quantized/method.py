@@ -28,6 +28,7 @@ class Method:
         zeros_less_one: whether zero points are stored less one, as GPTQ's first version does.
         block: rows and columns that share a scale, where there are scales of blocks.
         eight_bit: whether its weights are stored for products of 8 bits.
+        group: inputs that share a scale; None: the tensors show it, as it is for whole rows.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Method:
     zeros_less_one: bool = False
     block: tuple[int, int] = (128, 128)
     eight_bit: bool = False
+    group: int | None = None
 
 
 def read_method(folder: Path) -> Method | None:
@@ -66,13 +68,15 @@ def method_of(given: Mapping[str, Any], file: Path) -> Method | None:
         version = str(given.get("version", "gemm")).lower()
         if bits != 4 or version != "gemm":
             raise _refusal(file, f"awq of {bits!r} bits in version {version!r}", "4 bits, gemm")
-        return Method("AWQ, 4 bits", "awq", 4)
+        return Method("AWQ, 4 bits", "awq", 4, group=_group(given, file))
     if name == "gptq":
         layout = given.get("checkpoint_format", "gptq")
         if bits not in (2, 4, 8) or layout not in ("gptq", "gptq_v2"):
             found = f"gptq of {bits!r} bits in checkpoint_format {layout!r}"
             raise _refusal(file, found, "2, 4 or 8 bits, gptq or gptq_v2")
-        return Method(f"GPTQ, {bits} bits", "gptq", bits, zeros_less_one=layout == "gptq")
+        less = layout == "gptq"
+        group = _group(given, file)
+        return Method(f"GPTQ, {bits} bits", "gptq", bits, zeros_less_one=less, group=group)
     if name == "compressed-tensors":
         return _compressed(given, file)
     if name in ("fp8", "fbgemm_fp8"):
@@ -104,6 +108,7 @@ def _compressed(given: Mapping[str, Any], file: Path) -> Method:
     kind = "FP8" if "float" in kinds else f"{min(bits)} bits"
     block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
     rows, columns = block or (128, 128)
+    sizes = {_group(each, file) for each in weights}
     named = formats - {None}
     return Method(
         f"compressed-tensors, {kind}",
@@ -111,7 +116,18 @@ def _compressed(given: Mapping[str, Any], file: Path) -> Method:
         min(bits),
         block=(rows, columns),
         eight_bit=bool(named) and named <= {*_BYTES},
+        group=sizes.pop() if len(sizes) == 1 else None,
     )
+
+
+def _group(given: Mapping[str, Any], file: Path) -> int | None:
+    """The inputs that share a scale; None for whole rows, and where nothing is said."""
+    size = given.get("group_size", given.get("q_group_size"))
+    if size is None or size == -1:
+        return None
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"group_size in {file} is {size!r}; it must be -1 or at least 1")
+    return size
 
 
 def _refusal(file: Path, found: str, read: str) -> ValueError:

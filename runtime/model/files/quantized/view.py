@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from coppice.kernels.cpu.layer.matmul.grouped import Grouped
+from coppice.kernels.cpu.layer.matmul.grouped import BLOCK, Grouped
 from coppice.runtime.model.files.quantized import bits
 from coppice.runtime.model.files.quantized.method import Method, read_method
 from coppice.runtime.model.files.source import Header, TensorSource
@@ -69,7 +69,10 @@ class DecodedSource(TensorSource):
         self.headers = {**{n: self._header(n, own) for n, own in self._parts.items()}, **plain}
         stored = [source.headers[own["weight"]].dtype for own in parts.values() if "weight" in own]
         self.eight_bit = bool(stored) and len(stored) == len(parts)
-        small = [self._bits_of(name) == 4 for name in self._parts]
+        # Groups that products can't take become 16 bits.
+        small = [
+            self._bits_of(name) == 4 and self._group_of(name) % BLOCK == 0 for name in self._parts
+        ]
         self.four_bit = 2 * sum(small) > len(small)
 
     def _bits_of(self, name: str) -> int:
@@ -81,6 +84,16 @@ class DecodedSource(TensorSource):
         if "qweight" in own and self._method.form == "gptq":
             return 32 * self._source.headers[own["qweight"]].shape[0] // columns
         return 4 if "qweight" in own else 8
+
+    def _group_of(self, name: str) -> int:
+        """The inputs of a group of a quantised weight; 0 where its scales do not tell."""
+        own, columns = self._parts[name], self.headers[name].shape[1]
+        scales = self._source.headers[own.get("scales", own.get("weight_scale", own["weight"]))]
+        groups = scales.shape[0 if "scales" in own else -1] if scales.shape else 1
+        try:
+            return bits.group_of(columns, groups, self._method.group)
+        except ValueError:
+            return 0  # reading it says so
 
     @property
     def half_type(self) -> torch.dtype | None:
@@ -201,7 +214,7 @@ class DecodedSource(TensorSource):
         if "qweight" in part:
             words, zeros, scales = part["qweight"], part.get("qzeros"), part["scales"]
             if method.form == "awq":
-                return bits.awq(words, zeros, scales)
+                return bits.awq(words, zeros, scales, group=method.group)
             return bits.gptq(
                 words,
                 zeros,
@@ -209,6 +222,7 @@ class DecodedSource(TensorSource):
                 part.get("g_idx"),
                 bits=self._bits_of(name),
                 zeros_less_one=method.zeros_less_one,
+                group=method.group,
             )
         zeros = part.get("weight_zero_point")
         if "weight_packed" in part:
@@ -220,10 +234,11 @@ class DecodedSource(TensorSource):
                 part.get("weight_g_idx"),
                 shape=(rows, columns),
                 bits=self._bits_of(name),
+                group=method.group,
             )
         scale = part.get("weight_scale_inv", part.get("weight_scale"))
         assert scale is not None
-        return bits.scaled(part["weight"], scale, zeros, block=method.block)
+        return bits.scaled(part["weight"], scale, zeros, block=method.block, group=method.group)
 
 
 _NEEDED = {

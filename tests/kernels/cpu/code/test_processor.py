@@ -17,19 +17,46 @@ VARIABLE = "COPPICE_CPU_PATHS"
     [
         (
             {"avx512f", "avx512vnni", "avx512bf16", "fma", "f16c"},
-            ("fma", "avx512bf16", "avx512vnni"),
+            ("fma", "avx512bf16", "avx512vnni", "avx512vnni"),
         ),
-        ({"avx2", "avxvnni", "fma", "f16c"}, ("fma", "torch", "avxvnni")),
-        ({"avx2", "fma"}, ("torch", "torch", "avx2")),
-        ({"avx512f", "avx2", "fma", "f16c"}, ("fma", "torch", "avx2")),
-        ({"neon", "bf16", "dotprod"}, ("torch", "torch", "torch")),
-        (set(), ("torch", "torch", "torch")),
+        (
+            {"avx512f", "avx512vnni", "avx512bf16", "fma", "f16c", "amx-tile", "amx-bf16"},
+            ("fma", "amx", "avx512vnni", "avx512vnni"),
+        ),
+        (
+            {"avx512f", "avx512vnni", "fma", "f16c", "amx-tile", "amx-int8"},
+            ("fma", "torch", "amx", "avx512vnni"),
+        ),
+        ({"avx2", "avxvnni", "fma", "f16c"}, ("fma", "torch", "avxvnni", "avxvnni")),
+        ({"avx2", "fma"}, ("torch", "torch", "avx2", "torch")),
+        ({"avx512f", "avx2", "fma", "f16c"}, ("fma", "torch", "avx2", "avx2")),
+        ({"neon", "bf16", "dotprod"}, ("torch", "torch", "torch", "torch")),
+        (set(), ("torch", "torch", "torch", "torch")),
     ],
 )
 def test_each_processor_takes_the_best_path_that_it_has(monkeypatch, has, expected):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(processor, "features", lambda: frozenset(has))
-    assert tuple(processor.path_of(kind) for kind in ("float", "bfloat16", "int8")) == expected
+    kinds = ("float", "bfloat16", "int8", "int4")
+    assert tuple(processor.path_of(kind) for kind in kinds) == expected
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_tiles_are_there_where_the_system_grants_them(monkeypatch, granted):
+    has = dict.fromkeys(("avx512f", "avx512vnni", "amx-tile", "amx-int8", "amx-bf16"), True)
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: has)
+    monkeypatch.setattr(processor, "_granted_tiles", lambda: granted)
+    found = processor.features.__wrapped__()
+    assert ("amx-int8" in found, "amx-tile" in found) == (granted, granted)
+    assert {"avx512f", "avx512vnni"} <= found
+
+
+def test_linux_tells_what_an_arm_processor_has():
+    """LLVM leaves out products of bfloat16 there."""
+    graviton = "processor\t: 0\nFeatures\t: fp asimd crc32 asimddp sve i8mm bf16\nCPU part\t: 0xd40"
+    assert processor.arm_features(graviton) == {"neon", "dotprod", "bf16"}
+    assert processor.arm_features("Features\t: fp asimd") == {"neon"}
+    assert processor.arm_features("") == set()
 
 
 @pytest.mark.parametrize(("has", "expected"), [({"znver4"}, "read"), (set(), "fetched")])

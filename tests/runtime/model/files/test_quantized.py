@@ -91,8 +91,10 @@ def gptq(
     return parts, (back - zero[:, groups.long()]) * scale[:, groups.long()]
 
 
-def packed(weight: torch.Tensor, *, symmetric: bool) -> tuple[Tensors, torch.Tensor]:
-    numbers, scale, zero = rounded(weight, 4, 32, symmetric=symmetric)
+def packed(
+    weight: torch.Tensor, *, symmetric: bool, group: int = 32
+) -> tuple[Tensors, torch.Tensor]:
+    numbers, scale, zero = rounded(weight, 4, group, symmetric=symmetric)
     parts = {
         "weight_packed": words(numbers, 4),
         "weight_scale": scale,
@@ -100,7 +102,24 @@ def packed(weight: torch.Tensor, *, symmetric: bool) -> tuple[Tensors, torch.Ten
     }
     if not symmetric:
         parts["weight_zero_point"] = words(zero.t().contiguous(), 4).t().contiguous()
-    return parts, (numbers - zero.repeat_interleave(32, 1)) * scale.repeat_interleave(32, 1)
+    spread = scale.repeat_interleave(group, 1)
+    return parts, (numbers - zero.repeat_interleave(group, 1)) * spread
+
+
+def uneven(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """GPTQ without `g_idx`, in groups of 24 inputs, of which the last has fewer."""
+    rows, inputs = weight.shape
+    wide = torch.zeros(rows, -(-inputs // 24) * 24)
+    wide[:, :inputs] = weight
+    numbers, scale, zero = rounded(wide, 4, 24, symmetric=True)
+    parts = {
+        "qweight": words(numbers[:, :inputs], 4).t().contiguous(),
+        "qzeros": words(zero.t() - 1, 4),
+        "scales": scale.t().contiguous().half(),
+    }
+    spread = (each.repeat_interleave(24, 1)[:, :inputs] for each in (zero, scale))
+    middle, factor = spread
+    return parts, (numbers[:, :inputs] - middle) * factor
 
 
 def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -139,6 +158,8 @@ CASES: dict[str, tuple[Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]], d
     ),
     "w4a16": (lambda w: packed(w, symmetric=True), COMPRESSED),
     "w4a16 zeros": (lambda w: packed(w, symmetric=False), COMPRESSED),
+    "w4a16 group 16": (lambda w: packed(w, symmetric=True, group=16), COMPRESSED),
+    "gptq uneven": (uneven, {"quant_method": "gptq", "bits": 4, "group_size": 24}),
     "w8a8": (int8, COMPRESSED | {"format": "int-quantized"}),
     "fp8 tensor": (lambda w: fp8(w, per="tensor"), COMPRESSED | {"format": "float-quantized"}),
     "fp8 row": (lambda w: fp8(w, per="row"), {"quant_method": "fbgemm_fp8"}),
@@ -271,6 +292,12 @@ def test_the_log_says_what_becomes_of_the_weights(
         load(folder, as_stored=False)
     assert "become float32" in caplog.text or "become float16" in caplog.text
     assert "quantization 'int8'" in caplog.text, "what makes them smaller"
+    caplog.clear()
+    folder, _ = quantised("w4a16 group 16")
+    with caplog.at_level(logging.INFO):
+        decoder = load(folder)
+    assert "become float32" in caplog.text or "become float16" in caplog.text, "groups of 16"
+    assert not isinstance(decoder.layers[0].qkv, Int4Linear)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +310,7 @@ def test_the_log_says_what_becomes_of_the_weights(
         (COMPRESSED | {"transform_config": {"a": 1}}, "a transform_config"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({"quant_method": "fp8", "weight_block_size": [0]}, "weight_block_size .* two sizes"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0; it must be"),
         (7, "is 7; it must be an object"),
     ],
 )
@@ -306,6 +334,7 @@ def test_parts_that_do_not_fit_are_named(quantised: Callable[..., Any]) -> None:
         ("gptq 4", "qzeros", lambda t: t[:1], rf"weight {name}\.weight cannot be decoded from"),
         ("awq", "qweight", lambda t: t[:5], rf"{name}\.weight"),
         ("w4a16", "weight_packed", lambda t: t[:, :3], rf"weight {name}\.weight has shape"),
+        ("w4a16", "weight_scale", lambda t: t[:, :3], rf"{name}\.weight .*: 3 groups do not div"),
     ):
         folder, _ = quantised(case)
         file = folder / "model.safetensors"
