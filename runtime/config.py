@@ -10,6 +10,7 @@ from coppice.runtime.metrics.events.options import ENCODINGS, check_endpoint
 from coppice.runtime.planning.steps import CPU_SEQS, CPU_TOKENS
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
+from coppice.runtime.tiers.address import check_address
 from coppice.runtime.tiers.sizes import parse_size
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,6 +24,7 @@ MODEL_IMPLS = ("auto", "coppice", "transformers")
 #: Fraction of the available memory that the KV cache gets by default. Other programs need main
 #: memory, too; a GPU belongs to the engine, but allocators and libraries need some of its memory.
 CPU_FRACTION, GPU_FRACTION = 0.4, 0.9
+_DISK_CACHE_SIZE = "16GiB"
 SPECULATIONS = ("auto", "off")
 QUANTIZATIONS = (None, "int8", "int4", "fp8")
 
@@ -125,7 +127,7 @@ class EngineConfig:
         "folder that keeps pages beyond the end of the process, for one server at a time; "
         "default: none",
     )
-    disk_cache_size: str = _option("16GiB", "most bytes of that folder, such as 200GiB")
+    disk_cache_size: str = _option(_DISK_CACHE_SIZE, "most bytes of that folder, such as 200GiB")
     disk_cache_dtype: str = _option(
         "auto",
         f"type of the KV on the disk: {', '.join(TIER_DTYPES)}; auto is as in the KV cache; int8 "
@@ -345,6 +347,11 @@ class EngineConfig:
         if self.host_cache is not None:
             parse_size("host_cache", self.host_cache)
         parse_size("disk_cache_size", self.disk_cache_size)
+        if self.disk_cache is None and self.disk_cache_size != _DISK_CACHE_SIZE:
+            raise ValueError(
+                f"disk_cache_size must be {_DISK_CACHE_SIZE!r} without disk_cache, got "
+                f"{self.disk_cache_size!r}"
+            )
         for name in ("host_cache", "disk_cache", "shared_cache"):
             value = getattr(self, name)
             if value is None:
@@ -360,6 +367,8 @@ class EngineConfig:
                     f"{name} must be None with tensor_parallel_size {self.tensor_parallel_size}: "
                     f"pages are divided among ranks then; got {value!r}"
                 )
+        if self.shared_cache is not None:
+            check_address(self.shared_cache)
 
         for name in ("disk_cache", "shared_cache"):
             kind, value = f"{name}_dtype", getattr(self, f"{name}_dtype")

@@ -81,6 +81,9 @@ def plan_tiers(options: TierOptions) -> TierPlan | None:
         return None
     width = _token_bytes(options)
     compute = options.prefill_rate
+    for tier, rate in options.rates.items():
+        if rate is not None and given_sizes[tier] is None:
+            raise ValueError(f"{tier}-rate needs {tier}-cache, whose rate it is; got {rate!r}")
     read = {
         tier: float(parse_size(f"{tier}-rate", options.rates[tier]))
         if options.rates.get(tier) is not None
@@ -128,7 +131,7 @@ def _sizes(tier: str, given: str | None, width: int | None) -> tuple[TierSize, .
             found[TierSize(tier, None)] = None
             continue
         size = parse_size(name, text)
-        if text.upper().endswith("B"):
+        if text.upper().endswith(("B", "I")):  # 64GiB, 64GB, 64Gi
             if width is None:
                 raise ValueError(
                     f"{name} {text}: bytes need model or kv-bytes-per-token, to be tokens"

@@ -18,7 +18,7 @@ from coppice.runtime.engine.publishing import Publishing
 from coppice.runtime.engine.recount import is_balanced, recount
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.step import Steps
-from coppice.runtime.engine.tiering import CLOSING_SECONDS, open_tiers
+from coppice.runtime.engine.tiering import CLOSING_SECONDS, numbers_digest, open_tiers
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.adapters.names import Adapter
@@ -446,8 +446,11 @@ class Engine:
         Raises ValueError if the weights can't be read any more; it sleeps on then.
         """
         if self.asleep:
+            read_again = self.runner.asleep == 2
             self.drafting.wake_up()
             self.runner.wake_up()
+            if self.tiers is not None and read_again:
+                self.tiers.renew(numbers_digest(self.config, self.runner))
 
     def close(self) -> None:
         """Frees cache and weights for good; requests that run end with it. Call nothing after.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import torch
 import xxhash
 
+from coppice.kernels.cpu.code.processor import PATHS, path_of
 from coppice.kernels.pages.packing import packed_bytes
 from coppice.kernels.pages.transfers import PageTransfers, page_transfers
 from coppice.runtime.config import EngineConfig
@@ -17,6 +20,7 @@ from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.schedule.paging import PageCopy, copy_batches
 from coppice.runtime.schedule.scheduler import Scheduler
 from coppice.runtime.schedule.step_times import StepTimes
+from coppice.runtime.startup.room import available_memory, readable
 from coppice.runtime.tiers.digest import cache_file, weights_digest
 from coppice.runtime.tiers.disk.store import DiskStore
 from coppice.runtime.tiers.exchange import Tiers
@@ -32,6 +36,8 @@ NUMBERS = 1
 #: Seconds in which pages are stored when an engine ends, if nobody says how long it may take.
 CLOSING_SECONDS = 6.0
 
+_LEAST_WAITING, _MOST_WAITING = 256 * 2**20, 4 * 2**30  # bytes
+
 
 def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tiers | None:
     """The tiers of an engine, in use from now on; None if it has none.
@@ -44,8 +50,14 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
     try:
         if config.host_cache is not None:
             size = parse_size("host_cache", config.host_cache)
+            if size > (there := available_memory(torch.device("cpu"))):
+                raise ValueError(
+                    f"host_cache is {config.host_cache!r}; it must be at most the main memory that "
+                    f"is free, {readable(there)}"
+                )
             stores.append(HostStore(size, packed_bytes(runner.kv_cache), runner.device))
-        if (folder := config.disk_cache) is not None:
+        if config.disk_cache is not None:
+            folder = str(Path(config.disk_cache).expanduser())
             size = parse_size("disk_cache_size", config.disk_cache_size)
             disk = partial(DiskStore, folder, size)
             stores.append(_opened(runner, disk, "disk_cache_dtype", config.disk_cache_dtype))
@@ -69,10 +81,17 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
         digest=numbers_digest(config, runner),
         compute_seconds=times.prefill_seconds,
         vocabulary=runner.model_config.vocab_size,
+        waiting_bytes=_waiting_bytes(config, transfers.page_bytes),
     )
     scheduler.use(tiers, times)
     logger.info("pages are kept in: %s", ", ".join(store.name for store in stores))
     return tiers
+
+
+def _waiting_bytes(config: EngineConfig, page_bytes: int) -> int:
+    """Bytes of pages that may wait to be written: a step can evict as many as it fills."""
+    step = -(-config.most_tokens // config.page_size) * page_bytes
+    return min(max(_LEAST_WAITING, 2 * step), _MOST_WAITING)
 
 
 def _opened(runner: ModelRunner, store: Callable[[int], Store], name: str, dtype: str) -> Store:
@@ -109,6 +128,13 @@ def digest_of_weights(config: EngineConfig) -> bytes:
     return weights_digest(resolve_model(config.model, config.revision), cache_file())
 
 
+def _instructions(device: torch.device) -> tuple[str, ...]:
+    """What computes: other devices, and other instructions of a CPU, round otherwise."""
+    if device.type == "cuda":
+        return device.type, torch.cuda.get_device_name(device)
+    return device.type, *(path_of(kind) for kind in PATHS if kind != "memory")
+
+
 def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
     """What the numbers of a page depend on beside its tokens and its namespace: 16 bytes.
 
@@ -122,7 +148,7 @@ def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
         config.quantization,
         config.dtype,
         config.deterministic,
-        runner.device.type,
+        _instructions(runner.device),
         runner.attention.name,
         [(tuple(each.k.shape[1:]), str(each.k.dtype)) for each in (cache, runner.kv_cache[-1])],
         runner.page_size,

@@ -17,7 +17,7 @@ from coppice.radix.mirror.leaving import Known, LeavingPages, NamedPage
 from coppice.radix.mirror.names import root_name
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.requests.request import Sequence
-from coppice.runtime.tiers.loading.load import Load
+from coppice.runtime.tiers.loading.load import Load, LoadedPage
 from coppice.runtime.tiers.loading.loads import Loads
 from coppice.runtime.tiers.loading.warming import Warming
 from coppice.runtime.tiers.store import Store
@@ -63,6 +63,7 @@ class Tiers:
         digest: bytes,
         compute_seconds: Callable[[int, int], float | None],
         vocabulary: int,
+        waiting_bytes: int = _WAITING_BYTES,
     ) -> None:
         """Begins to listen to `tree`.
 
@@ -74,6 +75,7 @@ class Tiers:
             digest: of all that the numbers depend on beside tokens and namespaces.
             compute_seconds: see `Loads`.
             vocabulary: the number of tokens.
+            waiting_bytes: of pages that may wait to be written.
         """
         self.stores = stores
         self.told = TiersTold({store.name: TierCounts() for store in stores})
@@ -90,7 +92,7 @@ class Tiers:
         self._uses, self._tell_next = Uses(), 0.0
         self._tree = tree
         self._listen()
-        self._writer = Writer(stores, self.told, self._known.discard, _WAITING_BYTES)
+        self._writer = Writer(stores, self.told, self._known.discard, waiting_bytes)
         self.loads = Loads(
             stores,
             page_size=self._size,
@@ -152,6 +154,21 @@ class Tiers:
             self._warming.know(name, namespace)
         return name
 
+    def renew(self, digest: bytes) -> None:
+        """Takes another digest, since the weights may be others; without effect if it is the same.
+
+        The tree must be empty, and no request may run.
+        """
+        if digest == self._digest:
+            return
+        self._digest = digest
+        namespaces = list(self._roots)
+        self._roots.clear()
+        self._known.clear()
+        self._warming.restart()
+        for namespace in namespaces:
+            self._root(namespace)
+
     def know(self, namespace: Hashable) -> None:
         """Has what is hottest in a namespace brought back, as for those that requests name."""
         self._root(namespace)
@@ -183,7 +200,7 @@ class Tiers:
             return
         node = hold.node
         while node is not None and node.parent is not None:
-            if self._written.get(node, 0) < len(node.pages):
+            if not node.draft and self._written.get(node, 0) < len(node.pages):
                 self._again[node] = None
             self._uses.hit(node)
             node = node.parent
@@ -276,24 +293,41 @@ class Tiers:
         OutOfPages, with nothing changed, if there is no page for that.
         """
         size, table, computed = self._size, sequence.table, sequence.computed
-        replaced = None
         first = computed // size
-        if computed % size:
-            [page] = self._tree.allocate(1)
-            replaced, table[first] = table[first], page
+        page = self._tree.allocate(1) if computed % size else None
+        try:
+            if page is not None:
+                self.flush()
+            self.before_access()
+            loaded = self._fill(load, tokens, table, first, page)
+        except BaseException:
+            # What was computed stays where it is; the pages after it are computed, too.
+            if page is not None:
+                self._tree.pool.release(page)
+            raise
+        replaced = None
+        if page is not None:
+            replaced, table[first] = table[first], page[0]
             self._tree.pool.release([replaced])
-            self.flush()
-        self.before_access()
+        self.loads.took(load, loaded, tokens)
+        return replaced
+
+    def _fill(
+        self, load: Load, tokens: int, table: Seq[int], first: int, page: Seq[int] | None
+    ) -> list[LoadedPage]:
+        """Copies what was read to the pages of a table from index `first` on, or `page` instead."""
         loaded = self.loads.take(load, tokens)
+        pages = list(table[first : first + len(loaded)])
+        if page is not None:
+            pages[:1] = page
         runs: list[StagedRows] = []  # rows that follow each other in one buffer go together
         for _, staged, row in loaded:
             if runs and runs[-1].staged is staged:
                 runs[-1] = runs[-1]._replace(size=runs[-1].size + 1)
             else:
                 runs.append(StagedRows(staged, row, 1))
-        self._transfers.fill(table[first : first + len(loaded)], runs)
-        self.loads.took(load, loaded, tokens)
-        return replaced
+        self._transfers.fill(pages, runs)
+        return loaded
 
     def enter(self, namespace: Hashable, tokens: bytes, first: int, staged: Staged) -> int:
         """Enters the beginning of a prompt in the tree, with its pages from index `first` on.

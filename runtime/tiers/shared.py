@@ -149,6 +149,15 @@ class SharedStore(Store):
             done.known = len(keys) - len(new)
         return done
 
+    def used_above(self, keys: Sequence[PageKey], times: int) -> list[PageKey]:
+        """They stay for another week."""
+        gone: list[PageKey] = []
+        with self._explained():
+            for piece in _pieces(keys, _ASKED):
+                found = self._ask([("EXPIRE", _page(key), _KEPT_SECONDS) for key in piece])
+                gone += [key for key, there in zip(piece, found, strict=True) if not there]
+        return gone
+
     def close(self) -> None:
         try:
             self._client.connection_pool.disconnect()

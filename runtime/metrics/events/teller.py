@@ -76,7 +76,8 @@ class Teller:
 
     def remove(self, tell: Tell) -> None:
         """Ends that, soon; from any thread."""
-        self._queue.append(_Listener(tell, leaves=True))
+        self._drop(tell)
+        self._queue.append(_Listener(tell, leaves=True))  # it may be in the queue itself
 
     def close(self) -> None:
         """Tells what waits, and ends."""
@@ -92,7 +93,10 @@ class Teller:
                 pause = _PAUSE
                 item = self._queue.popleft()
                 if isinstance(item, _Listener):
-                    self._move(item)
+                    if item.leaves:
+                        self._drop(item.tell)
+                    else:
+                        self._new.append(item.tell)
                     continue
                 try:
                     self._tell(*item)
@@ -101,13 +105,10 @@ class Teller:
                     self._lost = True
             self.asks = True
 
-    def _move(self, listener: _Listener) -> None:
-        if not listener.leaves:
-            self._new.append(listener.tell)
-            return
+    def _drop(self, tell: Tell) -> None:
         for listeners in (self._listeners, self._new):
             with suppress(ValueError):
-                listeners.remove(listener.tell)
+                listeners.remove(tell)
 
     def _tell(self, records: Records, load: Load | None) -> None:
         changes: list[Change] = []

@@ -189,7 +189,8 @@ class Segments:
         self._used -= self._sizes.pop(segment, 0)
         with self._lock:
             self._files.pop(segment, None)
-        self.path(segment).unlink(missing_ok=True)
+            # Under the lock, so that nobody opens it in between and keeps it.
+            self.path(segment).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes all files."""

@@ -20,7 +20,7 @@ class Finding:
     """The questions of one engine's loads.
 
     Its threads touch the stores and, while one is asked for a load, what that load says of this:
-    `asking`, `asked` and `answered`.
+    `asking`, `asked`, `answered` and `missed`.
 
     Attributes:
         threads: of each tier one, so that none waits for another.
@@ -91,6 +91,11 @@ class Finding:
                 if index not in pages or pages[index].key.length < keys[index].length
             ]  # fmt: skip
             places = self._stores[tier].find([keys[index] for index in missing])
+            load.missed += [
+                keys[index].name
+                for index, place in zip(missing, places, strict=True)
+                if place is None
+            ]
             for index, place in zip(missing, places, strict=True):
                 if place is not None:
                     pages[index] = FoundPage(tier, keys[index], place)

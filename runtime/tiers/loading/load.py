@@ -67,6 +67,7 @@ class Load:
         asked: when they were, in seconds of a monotonic clock.
         asking: the index of the tier that is asked now; set by the thread that asks.
         answered: what those before it have; set by the thread that asks.
+        missed: names of pages that some tier does not have; likewise.
         together: see `Worth`.
         compute_rate, load_rate: tokens a second.
         began: when its sequence was first seen to run, and the tokens that it had computed then.
@@ -76,8 +77,8 @@ class Load:
     """
 
     __slots__ = ("sequence", "begin", "first", "mark", "finding", "asked", "asking", "answered",
-                 "together", "compute_rate", "load_rate", "began", "served", "pieces", "bonus",
-                 "account", "_size", "_found", "_flying", "_rows")  # fmt: skip
+                 "missed", "together", "compute_rate", "load_rate", "began", "served", "pieces",
+                 "bonus", "account", "_size", "_found", "_flying", "_rows")  # fmt: skip
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Load:
         self.asked = now
         self.asking = 0
         self.answered: dict[int, FoundPage] = {}
+        self.missed: list[bytes] = []
         self.together = False
         self.compute_rate = self.load_rate = 1.0
         self.began: tuple[float, int] | None = None

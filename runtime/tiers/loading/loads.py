@@ -26,7 +26,8 @@ _THREADS = 2
 _PIECE_BYTES = 8 * 2**20  # of one read: large enough for a disk, small enough to be taken at once
 _PIECE_SECONDS = 0.03  # that one read may take: with a slow tier less is read at once
 _FLYING_BYTES = 256 * 2**20  # that wait to be read for one sequence: steps may be long
-_STAGED_BYTES = 512 * 2**20  # that were read for sequences that do not run yet
+_STAGED_BYTES = 512 * 2**20  # that are read for sequences that do not run yet
+_RUNNING_BYTES = 1 << 30  # the same for those that run, beside one piece for each
 _TAKEN_BYTES = 64 * 2**20  # copied to pages between two steps, so that no step waits for long
 _EXPECTED = 1e9  # bytes a second of a tier that was never read
 _REST_SECONDS = 10.0  # for which a tier that failed is not asked
@@ -296,16 +297,22 @@ class Loads:
     def _read_more(self) -> None:
         """Has threads read, for those that run first, for others as far as there is room."""
         most = self._at_a_time()
-        staged = sum(load.staged for load in self._loads.values()) * self._page_bytes
+        # Bytes that were read, or are about to be, of sequences that wait and of those that run.
+        held = {True: 0, False: 0}
+        for load in self._loads.values():
+            waits = load.sequence.status is Status.WAITING
+            held[waits] += (load.staged + load.flying) * self._page_bytes
         ordered = sorted(self._loads.values(), key=lambda load: load.sequence.status.value)
         for load in ordered:  # "running" before "waiting"
             waits = load.sequence.status is Status.WAITING
             while load.flying * self._page_bytes < _FLYING_BYTES:
-                if waits and staged >= _STAGED_BYTES:
+                if waits and held[waits] >= _STAGED_BYTES:
                     return
+                if held[waits] >= _RUNNING_BYTES and (load.staged or load.flying):
+                    break
                 if (piece := load.piece(most)) is None:
                     break
-                staged += len(piece.pages) * self._page_bytes
+                held[waits] += len(piece.pages) * self._page_bytes
                 if not self._pieces[piece.tier]:
                     self._brought[piece.tier] = self._clock()
                 self._pieces[piece.tier] += 1
@@ -346,6 +353,8 @@ class Loads:
     # -- what threads have done, in the engine's ---------------------------------------------
 
     def _found(self, load: Load, pages: dict[int, FoundPage]) -> None:
+        for name in load.missed:  # a tier has forgotten it, or never had it
+            self._known.discard(name)
         if not load.finding:
             return
         load.finding = False

@@ -102,6 +102,7 @@ class Warming:
         self._threads: ThreadPoolExecutor | None = None
         self._done: SimpleQueue[list[_Run] | _Read | None] = SimpleQueue()
         self._busy = False  # the thread is
+        self._void = False  # what it does was asked for before a restart
         self._left: int | None = None  # pages that may be filled; None: not begun
         self._closed = False
 
@@ -112,6 +113,7 @@ class Warming:
 
     def restart(self) -> None:
         """Begins anew, with an empty tree; `know` comes again for each namespace."""
+        self._void = self._busy
         self._runs.clear()
         self._known.clear()
         self._left = None
@@ -130,7 +132,9 @@ class Warming:
                 return True
         else:
             self._busy = False
-            self._take(came)
+            if not self._void:
+                self._take(came)
+            self._void = False
         pages = tree.pool.num_pages
         if self._left is None:
             self._left = int(pages * _SHARE)

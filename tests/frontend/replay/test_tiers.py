@@ -37,6 +37,8 @@ def test_sizes_are_tokens_or_bytes() -> None:
         ({"disk": "1", "token_bytes": 1, "model": "x"}, "must not be given with model"),
         ({"disk": "1", "prefill_rate": -1.0}, "prefill-rate must be above 0"),
         ({"disk": "1", "rates": {"disk": "fast"}}, "disk-rate must be a size"),
+        ({"disk": "1", "rates": {"host": "1GB"}}, "host-rate needs host-cache, whose rate"),
+        ({"host": "64Gi"}, "host-cache 64Gi: bytes need model or kv-bytes-per-token"),
         ({"prefill_rate": 1.0}, "prefill-rate needs host-cache, disk-cache or shared-cache"),
         ({"disk": ",".join(map(str, range(1, 40)))}, "at most 16 combinations"),
     ],

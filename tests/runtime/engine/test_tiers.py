@@ -382,6 +382,58 @@ def test_sleep_and_reset_leave_tiers_as_they_are(llama, tmp_path):
     made.close()
 
 
+def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path):
+    """The files may have been replaced; what is stored from then on has another name, too."""
+    prompts = prompts_of(15)[:2]
+    place = tmp_path / "model"
+    shutil.copytree(llama, place)
+    made = engine(place, tmp_path / "cache", kv_cache_tokens=256)
+    before, _ = serve(made, prompts)
+    made.sleep(2)
+    made.wake_up()
+    assert serve(made, prompts)[0] == before
+    assert made.tiers.told.tiers["disk"].loaded_tokens > 0, "the same weights"
+    made.sleep(2)
+    [file] = place.glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in weights if "v_proj" in name)
+    weights[name] = -weights[name]
+    save_file(weights, file, metadata={"format": "pt"})
+    made.wake_up()
+    tokens, cached = serve(made, prompts[:1])
+    assert cached == [0]
+    plain = engine(place)
+    assert serve(plain, prompts[:1])[0] == tokens != before[:1]
+    plain.close()
+    made.close()
+    old = engine(llama, tmp_path / "cache")
+    assert serve(old, prompts[:1])[0] == before[:1]
+    old.close()
+
+
+def test_a_copy_that_fails_inside_a_page_costs_no_token(llama, monkeypatch):
+    """What the tree had of that page stays where it was."""
+    prompt = prompts_of(16, (150,))[0]
+    store = MemoryStore()
+    made = with_store(llama, store)
+    expected, _ = serve(made, [prompt])
+    made.tiers.close(10)
+    made = with_store(llama, store)
+    serve(made, [prompt[:102]], SamplingParams(max_tokens=1, temperature=0))
+    failed = []
+
+    def fails(pages, runs):
+        failed.append(list(pages))
+        raise RuntimeError("no memory for a copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.tiers._transfers, "fill", fails)
+        assert serve(made, [prompt])[0] == expected
+    assert failed
+    assert serve(made, [prompt]) == (expected, [len(prompt) - 1])
+    made.tiers.close(1)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -390,7 +442,9 @@ def test_sleep_and_reset_leave_tiers_as_they_are(llama, tmp_path):
         ({"disk_cache": "x", "enable_prefix_caching": False}, "without enable_prefix_caching"),
         ({"disk_cache": "x", "tensor_parallel_size": 2}, "with tensor_parallel_size 2"),
         ({"disk_cache_size": "many"}, "disk_cache_size must be a size such as 64GiB"),
+        ({"disk_cache_size": "1GiB"}, "disk_cache_size must be '16GiB' without disk_cache"),
         ({"host_cache": "0"}, "host_cache must be a size"),
+        ({"shared_cache": "http://user:secret@x"}, r"shared_cache must be .* 'http://\*\*\*@x'"),
         ({"shared_cache": ""}, "shared_cache must be a text"),
         (
             {"disk_cache": "x", "disk_cache_dtype": "int4"},
@@ -419,6 +473,17 @@ def test_a_folder_that_is_in_use_or_unusable_is_refused(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"disk_cache: .*file.* can't be used"):
         engine(llama, tmp_path / "file")
+
+
+def test_more_main_memory_than_there_is_is_refused(llama):
+    with pytest.raises(ValueError, match="host_cache is '999TiB'; it must be at most the main mem"):
+        engine(llama, host_cache="999TiB")
+
+
+def test_a_folder_may_be_below_the_users_own(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine(llama, "~/cache").close()
+    assert (tmp_path / "cache").is_dir()
 
 
 def test_main_memory_is_a_tier_as_well(llama):

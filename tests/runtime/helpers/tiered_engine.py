@@ -21,7 +21,8 @@ def loading_pays(monkeypatch):
 
 def engine(checkpoint, folder=None, **options) -> Engine:
     options = {"kv_cache_tokens": 512, "page_size": 4, "max_num_batched_tokens": 64} | options
-    options.setdefault("disk_cache_size", "64MiB")
+    if folder is not None:
+        options.setdefault("disk_cache_size", "64MiB")
     disk = None if folder is None else str(folder)
     return Engine(EngineConfig(model=str(checkpoint), disk_cache=disk, **options))
 

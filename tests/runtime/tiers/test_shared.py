@@ -124,6 +124,18 @@ def test_a_server_that_forgets_is_a_miss(client: Any, store: SharedStore) -> Non
     assert put(store, keys) == 5
 
 
+def test_what_is_hit_elsewhere_stays_and_what_is_gone_is_told(
+    client: Any, store: SharedStore
+) -> None:
+    keys = numbered(3)
+    put(store, keys)
+    for key in keys[:2]:
+        client.expire(shared._page(key), 100)
+    client.delete(shared._page(keys[1]))
+    assert store.used_above(keys, 4) == [keys[1]]
+    assert client.ttl(shared._page(keys[0])) > 100_000
+
+
 def test_lines_whose_page_is_gone_are_removed_and_the_next_best_is_found(
     client: Any, store: SharedStore
 ) -> None:

@@ -88,8 +88,11 @@ class DecodedSource(TensorSource):
     def _group_of(self, name: str) -> int:
         """The inputs of a group of a quantised weight; 0 where its scales do not tell."""
         own, columns = self._parts[name], self.headers[name].shape[1]
-        scales = self._source.headers[own.get("scales", own.get("weight_scale", own["weight"]))]
-        groups = scales.shape[0 if "scales" in own else -1] if scales.shape else 1
+        part = next((each for each in ("scales", "weight_scale") if each in own), None)
+        if part is None:
+            return 0
+        shape = self._source.headers[own[part]].shape
+        groups = shape[0 if part == "scales" else -1] if shape else 1
         try:
             return bits.group_of(columns, groups, self._method.group)
         except ValueError:

@@ -254,3 +254,43 @@ def test_what_is_dropped_is_not_read():
     made.loads.drop(mine)
     made.reading[0].work()
     assert store.loaded == 0 and not any(made.loads._pieces)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_what_is_read_beforehand_is_bounded(running, monkeypatch):
+    """However many wait or run; of those that run each has a piece."""
+    name = "_RUNNING_BYTES" if running else "_STAGED_BYTES"
+    monkeypatch.setattr(f"coppice.runtime.tiers.loading.loads.{name}", 6 * WIDTH)
+    store = MemoryStore()
+    mine = [sequence([900 + number, *TOKENS], number) for number in range(5)]
+    for each in mine:
+        fill(store, each.tokens.tolist())
+    made = Made(store)
+    for each in mine:
+        made.loads.begin(each, 0)
+        if running:
+            each.status = Status.RUNNING
+    made.answer()
+    loads = [made.loads.of(each) for each in mine]
+    held = sum(load.staged + load.flying for load in loads)
+    assert held == (6 + 4 * 2 if running else 6)
+    made.reading[0].work()
+    made.loads.poll()
+    assert sum(load.staged + load.flying for load in loads) == held
+    for each in mine[:4]:
+        made.loads.drop(each)
+    made.loads.poll()
+    assert loads[4].staged + loads[4].flying >= 6, "there is room again"
+
+
+def test_what_no_tier_has_is_not_known():
+    """A server may have forgotten it: then it is to be written again."""
+    store = MemoryStore()
+    fill(store, TOKENS, 0, 4)
+    made = Made(store)
+    keys = chain(b"root", array("i", TOKENS).tobytes(), 4 * SIZE)
+    for key in keys:
+        made.loads._known.add(key.name)
+    made.loads.begin(sequence(TOKENS), 0)
+    made.answer()
+    assert [key.name in made.loads._known for key in keys[:10]] == [True] * 4 + [False] * 6
