@@ -126,7 +126,7 @@ class TiersTold:
         requests: for which something was loaded.
         computed_instead: tokens that a tier had and that were computed, which was faster.
         saved_seconds: time that computing the loaded tokens would have taken, by the measured times
-            of steps.
+            of steps, less what reading them takes at the tiers' measured rates.
         unwritten_pages: that left the pool and were not stored, since too much waited to be.
     """
 

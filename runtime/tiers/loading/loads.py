@@ -173,7 +173,9 @@ class Loads:
             load.served = True
             told.requests += 1
         seconds = self._compute_seconds(tokens, context)
-        told.saved_seconds += seconds or 0.0
+        if seconds is not None:
+            reading = sum(self._page_bytes / self._rates[page.found.tier].value for page in pages)
+            told.saved_seconds += max(0.0, seconds - reading)
         end = context
         for page in pages:
             store = self._stores[page.found.tier]
