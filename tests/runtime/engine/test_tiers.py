@@ -277,7 +277,7 @@ def test_the_beginning_is_computed_while_the_end_is_loaded(llama):
     assert made.counters.computed_tokens == 410 - cached
     assert made.accounts.counts().not_loaded == 409 - cached, "what it computed meanwhile"
     assert made.tiers.told.tiers["host"].loaded_tokens == cached
-    assert 0 <= made.tiers.told.saved_seconds < 0.0005 * cached, "reading takes about as long"
+    assert 0 <= made.tiers.told.saved_seconds < 0.001 * cached, "less what reading takes"
     made.tiers.close(1)
 
 
