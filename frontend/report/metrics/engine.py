@@ -271,7 +271,8 @@ def _tiers(tiers: TiersReport | None) -> Iterator[Metric]:
     kinds: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
         "saved_seconds": (
             CounterMetricFamily,
-            "An estimate: time that computing what was loaded would have taken, less that of reading it",
+            "An estimate: time that computing what was loaded would have taken, less that of "
+            "reading it",
         ),
         "unwritten_pages": (
             CounterMetricFamily,
