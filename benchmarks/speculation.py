@@ -171,10 +171,21 @@ def _engine(model: str, quantization: str, right: float | None, args: Any) -> En
             kv_cache_tokens=65_536,
             max_num_seqs=64,
             speculation="auto",
-            draft_model=None if right is None else str(checkpoint("S", cache)),
+            draft_model=None if right is None else str(_draft_model(cache)),
         ),
         tokenizer=tokenizer_folder(cache),
     )
+
+
+def _draft_model(cache: Path) -> Path:
+    """S with the tokenizer that the texts are encoded by, as the engine demands of a draft model."""
+    folder, model, tokenizer = cache / "draft-S", checkpoint("S", cache), tokenizer_folder(cache)
+    if not folder.exists():
+        folder.mkdir()
+        own = [each for each in model.iterdir() if "token" not in each.name]
+        for file in [*own, *(each for each in tokenizer.iterdir() if "token" in each.name)]:
+            (folder / file.name).symlink_to(file.resolve())
+    return folder
 
 
 def _counts(engine: Engine) -> Counter[str]:
