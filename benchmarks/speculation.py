@@ -178,7 +178,7 @@ def _engine(model: str, quantization: str, right: float | None, args: Any) -> En
 
 
 def _draft_model(cache: Path) -> Path:
-    """S with the tokenizer that the texts are encoded by, as the engine demands of a draft model."""
+    """S with the tokenizer that the texts are encoded by, as the engine asks of a draft model."""
     folder, model, tokenizer = cache / "draft-S", checkpoint("S", cache), tokenizer_folder(cache)
     if not folder.exists():
         folder.mkdir()
