@@ -18,7 +18,7 @@ from coppice.runtime.engine.publishing import Publishing
 from coppice.runtime.engine.recount import is_balanced, recount
 from coppice.runtime.engine.sequences import Sequences
 from coppice.runtime.engine.step import Steps
-from coppice.runtime.engine.tiering import CLOSING_SECONDS, numbers_digest, open_tiers
+from coppice.runtime.engine.tiering import CLOSING_SECONDS, digest_anew, open_tiers
 from coppice.runtime.metrics.counters import EngineCounters
 from coppice.runtime.metrics.prompt_accounts import PromptAccounts
 from coppice.runtime.model.adapters.names import Adapter
@@ -450,7 +450,7 @@ class Engine:
             self.drafting.wake_up()
             self.runner.wake_up()
             if self.tiers is not None and read_again:
-                self.tiers.renew(numbers_digest(self.config, self.runner))
+                self.tiers.renew(digest_anew(self.config, self.runner))
 
     def close(self) -> None:
         """Frees cache and weights for good; requests that run end with it. Call nothing after.

@@ -80,7 +80,7 @@ def features() -> frozenset[str]:
         return frozenset()
     found = {name for name, has in llvm.get_host_cpu_features().items() if has}
     if sys.platform == "linux" and platform.machine() == "aarch64":
-        found |= arm_features(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        found |= arm_features(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     names = [name for name in ASKED if name in found]
     names += [name for name in _NAMED if name == llvm.get_host_cpu_name()]
     if "amx-tile" in names and not _granted_tiles():

@@ -383,7 +383,7 @@ def test_sleep_and_reset_leave_tiers_as_they_are(llama, tmp_path):
     made.close()
 
 
-def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path):
+def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path, monkeypatch):
     """The files may have been replaced; what is stored from then on has another name, too."""
     prompts = prompts_of(15)[:2]
     place = tmp_path / "model"
@@ -406,6 +406,15 @@ def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path):
     plain = engine(place)
     assert serve(plain, prompts[:1])[0] == tokens != before[:1]
     plain.close()
+
+    def unreadable(*given):
+        raise OSError("the disk has gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coppice.runtime.engine.tiering.numbers_digest", unreadable)
+        made.sleep(2)
+        made.wake_up()
+    assert serve(made, prompts[:1]) == (tokens, [0])
     made.close()
     old = engine(llama, tmp_path / "cache")
     assert serve(old, prompts[:1])[0] == before[:1]
