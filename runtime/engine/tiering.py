@@ -24,7 +24,7 @@ from coppice.runtime.schedule.step_times import StepTimes
 from coppice.runtime.startup.room import available_memory, readable
 from coppice.runtime.tiers.digest import cache_file, weights_digest
 from coppice.runtime.tiers.disk.store import DiskStore
-from coppice.runtime.tiers.exchange import Tiers
+from coppice.runtime.tiers.exchange import WAITING_BYTES, Tiers
 from coppice.runtime.tiers.host import HostStore
 from coppice.runtime.tiers.sizes import parse_size
 from coppice.runtime.tiers.store import Store, TierFailed
@@ -37,7 +37,7 @@ NUMBERS = 1
 #: Seconds in which pages are stored when an engine ends, if nobody says how long it may take.
 CLOSING_SECONDS = 6.0
 
-_LEAST_WAITING, _MOST_WAITING = 256 * 2**20, 4 * 2**30  # bytes
+_MOST_WAITING = 4 * 2**30  # bytes of pages that may wait to be written
 
 
 def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tiers | None:
@@ -92,7 +92,7 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
 def _waiting_bytes(config: EngineConfig, page_bytes: int) -> int:
     """Bytes of pages that may wait to be written: a step can evict as many as it fills."""
     step = -(-config.most_tokens // config.page_size) * page_bytes
-    return min(max(_LEAST_WAITING, 2 * step), _MOST_WAITING)
+    return min(max(WAITING_BYTES, 2 * step), _MOST_WAITING)
 
 
 def _opened(runner: ModelRunner, store: Callable[[int], Store], name: str, dtype: str) -> Store:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 #: Calls whose first argument is the name of a request.
 _NAMING = frozenset({"add_request", "add_pooling", "add_beam_search", "abort"})
 #: Calls that leave something to the caller, which nobody would get who has gone.
-_LEAVING = _NAMING - {"abort"} | {"subscribe"}
+_LEAVING = (_NAMING - {"abort"}) | {"subscribe"}
 #: Messages that may wait for a caller before it counts as one that does not read.
 _MOST_WAITING = 20_000
 

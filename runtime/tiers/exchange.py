@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 _KNOWN = 1 << 18  # names of pages that are not written again
 _ROOTS = 1 << 12  # namespaces whose names are remembered
-_WAITING_BYTES = 256 * 2**20  # of pages that wait to be written
+#: Bytes of pages that may wait to be written, at least.
+WAITING_BYTES = 256 * 2**20
 _CLOSING_PAUSE = 0.005  # seconds until the writer may have room again
 _TELL_SECONDS = 5.0  # between two times at which tiers are told what was hit
 _TOLD_PAGES = 1024  # of one time
@@ -63,7 +64,7 @@ class Tiers:
         digest: bytes,
         compute_seconds: Callable[[int, int], float | None],
         vocabulary: int,
-        waiting_bytes: int = _WAITING_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         """Begins to listen to `tree`.
 

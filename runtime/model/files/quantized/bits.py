@@ -54,7 +54,7 @@ class Levels(NamedTuple):
                 f"{tuple(zeros.shape)} for {shape[0]} outputs"
             )
         if self.order is None:
-            self.group  # noqa: B018 - raises where there is none
+            group_of(shape[1], self.scales.shape[1], self.declared)
 
     @property
     def group(self) -> int:

@@ -116,9 +116,13 @@ async def test_a_stop_lets_streams_end(
         asyncio.create_task(streamed(session, running.url, f"{TEXT} {n}", begun)) for n in range(40)
     ]
     await until(lambda: len(begun) >= 4)
+    had_begun = set(begun)
     said = await asyncio.to_thread(running.stop)
     assert re.search(r"stopping; requests still running: [1-9]", said), said
-    assert await asyncio.gather(*many) == ["data: [DONE]"] * 40
+    for n, last in enumerate(await asyncio.gather(*many)):
+        if last != "data: [DONE]":  # on a busy machine it may come after the signal
+            assert "the server is stopping" in last
+            assert f"{TEXT} {n}" not in had_begun
 
 
 JOINED = """
