@@ -129,7 +129,7 @@ $(READY): requirements.lock pyproject.toml
 
 # Compiles the core of the tree with mypyc. Without a C compiler, and after a change of its sources
 # until this has run again, the plain Python modules run.
-$(TREE): $(READY) setup.py $(wildcard radix/*.py radix/*/*.py)
+$(TREE): $(READY) setup.py $(wildcard radix/*.py radix/*/*.py radix/*/*/*.py)
 	@echo "compiling the tree"
 	@mkdir -p build
 	@$(BIN)/python -P setup.py --quiet build_ext --inplace >build/tree.log 2>&1 \

@@ -7,9 +7,13 @@ from typing import TypeVar
 
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
-from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.requests.sampling_params import MAX_PREDICTED, SamplingParams
 
 Params = TypeVar("Params", SamplingParams, BeamSearchParams)
+
+# A prediction may be of any length. So much of it is made tokens: few texts have more characters in
+# as many tokens as are kept.
+_PREDICTED_CHARACTERS = 8 * MAX_PREDICTED
 
 
 def for_engine(params: Params, tokenizer: Tokenizer) -> Params:
@@ -26,14 +30,16 @@ def for_engine(params: Params, tokenizer: Tokenizer) -> Params:
 def words_as_tokens(params: Params, tokenizer: Tokenizer) -> Params:
     """The parameters with token ids for `bad_words`, of which there may be many, and `prediction`.
 
-    Raises ValueError for words that cannot be made tokens.
+    A prediction is cut at 524,288 characters and 65,536 tokens. Raises ValueError for words that
+    cannot be made tokens.
     """
     if isinstance(params, SamplingParams) and params.prediction is not None:
+        text = params.prediction[:_PREDICTED_CHARACTERS]
         try:
-            params.prediction.encode()
+            text.encode()
         except UnicodeEncodeError:
             raise ValueError("prediction must be valid Unicode, got a lone surrogate") from None
-        predicted = tuple(tokenizer.encode_more(params.prediction))
+        predicted = tokenizer.encode_more(text)
         params = replace(params, prediction=None, prediction_token_ids=predicted)
     if not params.bad_words:
         return params

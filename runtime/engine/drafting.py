@@ -37,13 +37,14 @@ class Drafting:
         if not config.makes_drafts(on_gpu=runner.device.type == "cuda"):
             return
         tokens = runner.num_pages * config.page_size
-        speculation = make_speculation(tokens, config.max_draft_tokens)
+        vocabulary = runner.model_config.vocab_size
+        speculation = make_speculation(tokens, vocabulary, config.max_draft_tokens)
         if self._runner is not None:
             own = self._runner
             own.take_cache(runner.num_pages, runner.memory)
             self.model = DraftModel(
                 own,
-                runner.model_config.vocab_size,
+                vocabulary,
                 runner.model_config.eos_token_ids,
                 caching=config.enable_prefix_caching,
                 policy=config.eviction_policy,

@@ -33,6 +33,8 @@ from coppice.runtime.sampling.known_logprobs import KnownLogprobs
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.queue import WaitingQueue
 
+_LONGEST_SALT = 1024  # characters: caches keep the names of their namespaces, whoever sent them
+
 
 class Intake:
     """Takes the requests of one engine; refuses by name what the engine can't serve.
@@ -182,8 +184,12 @@ class Intake:
 
         Tokens of different salts, tenants or adapters never match; but an adapter that tokens
         invoke has the base model's namespace (see `AdapterUse`). Raises ValueError if there is no
-        such adapter.
+        such adapter, and for a salt that is too long.
         """
+        if cache_salt is not None and len(cache_salt) > _LONGEST_SALT:
+            raise ValueError(
+                f"cache_salt must have at most {_LONGEST_SALT} characters, got {len(cache_salt)}"
+            )
         use, identity = None, None
         if lora_request is not None:
             adapter = self._adapters.find(lora_request)

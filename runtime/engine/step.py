@@ -102,17 +102,13 @@ class Steps:
         if before is not None and before.verification is not None:
             # An interrupt kept it from being committed. How far its sequences have come decides
             # what the next step computes.
-            try:
-                outputs += self._commit(before)
-            except BaseException:
-                self._undelivered = outputs
-                raise
+            outputs = self._committed(outputs, before)
             before = None
         self._scheduler.late = before is not None
         schedule = self._scheduler.schedule()
         if not schedule.chunks and schedule.failure is None:
             if before is not None:
-                return outputs + self._commit(before)
+                return self._committed(outputs, before)
             self._sequences.wait_for_grammar(_GRAMMAR_WAIT_SECONDS)
             if self.tiers is not None:
                 self.tiers.wait(_TIERS_WAIT_SECONDS)
@@ -127,11 +123,7 @@ class Steps:
                 failure = error
         self._accounts.settle_batch()  # while the device computes
         if before is not None:
-            try:
-                outputs += self._commit(before)
-            except BaseException:
-                self._undelivered = outputs
-                raise
+            outputs = self._committed(outputs, before)
         if failure is None:
             try:
                 step = self._sample(schedule, start, computed)
@@ -161,7 +153,7 @@ class Steps:
         if self._overlap and not waits:
             self._before = step
             return outputs
-        return outputs + self._commit(step)
+        return self._committed(outputs, step)
 
     def end(self, sequence: Sequence, reason: str, *, keep: bool = True) -> None:
         """Ends a sequence, and its request with its last one.
@@ -258,6 +250,14 @@ class Steps:
         self._counters.steps += 1
         for chunk in step.schedule.prefills():
             self._counters.prefilled(chunk.sequence, chunk.count, seconds)
+
+    def _committed(self, outputs: list[StepOutput], step: Step) -> list[StepOutput]:
+        """`outputs` and those of a step; an interrupt leaves them to the next call."""
+        try:
+            return outputs + self._commit(step)
+        except BaseException:
+            self._undelivered = outputs + self._undelivered
+            raise
 
     def _commit(self, step: Step) -> list[StepOutput]:
         """Takes the tokens of a step; a sequence that its token ends gives back its pages."""

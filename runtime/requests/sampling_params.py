@@ -12,6 +12,8 @@ from coppice.runtime.requests.structured_outputs import StructuredOutputsParams
 MAX_STOP_STRINGS = 16
 MAX_N = 1024
 MAX_BIAS = 100.0
+MAX_PREDICTED = 65_536
+"""Tokens of a prediction that are looked at: it takes the engine's time."""
 _MOST = 2**31 - 1
 
 BOUNDS: dict[str, tuple[int, int] | tuple[float, float]] = {
@@ -108,7 +110,7 @@ class SamplingParams:
     it holds, several tokens a step are verified instead of one. It changes no token. The engine
     itself has no tokenizer, and takes `prediction_token_ids`."""
     prediction_token_ids: Sequence[int] | None = None
-    """The same as token ids; kept as a tuple."""
+    """The same as token ids; the first 65,536 are kept, as a tuple."""
     thinking_token_budget: int | None = None
     """Most tokens of reasoning before the answer; then its end mark follows. None: no bound."""
     thinking_marks: ThinkingMarks | None = None
@@ -170,7 +172,7 @@ class SamplingParams:
             ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
             ("logit_bias", _logit_bias(self.logit_bias)),
             ("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids)),
-            ("prediction_token_ids", _token_ids("prediction_token_ids", self.prediction_token_ids)),
+            ("prediction_token_ids", _predicted(self.prediction_token_ids)),
             ("bad_words", _bad_words(self.bad_words)),
             ("bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids)),
             ("logits_processors", _logits_processors(self.logits_processors)),
@@ -282,6 +284,11 @@ def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
     if not isinstance(ids, (list, tuple)) or not all(map(_is_token, ids)):
         raise ValueError(f"{name} must be a list of token ids (0 or above), got {shown(ids)}")
     return tuple(ids)
+
+
+def _predicted(ids: Any) -> tuple[int, ...]:
+    kept = ids[:MAX_PREDICTED] if isinstance(ids, (list, tuple)) else ids
+    return _token_ids("prediction_token_ids", kept)
 
 
 def _is_token(value: Any) -> bool:

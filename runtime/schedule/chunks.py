@@ -23,7 +23,11 @@ class Chunk:
         self.sequence = sequence
         self.count = count
         self.start = start = sequence.computed
-        self.decode = count == 1 and start >= len(sequence.request.prompt_token_ids)
+        self.decode = (
+            count == 1
+            and start + 1 == len(sequence.tokens)
+            and start >= len(sequence.request.prompt_token_ids)
+        )
         self.draft: Draft | None = None
 
 

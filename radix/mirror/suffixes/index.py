@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Final, NamedTuple
 
 from coppice.radix.mirror.suffixes.bulk import enter_many
@@ -118,14 +118,18 @@ class SuffixIndex:
 
     def forget(self, namespace: Hashable) -> None:
         """Forgets all that was entered in a namespace; its lines go on. O(blocks)."""
-        space = self.text.named.get(namespace)
-        if space is not None:
-            self.text.forget(space)
+        self.forget_all((namespace,))
+
+    def forget_all(self, namespaces: Iterable[Hashable]) -> None:
+        """The same for several namespaces. O(blocks), however many they are."""
+        named = self.text.named
+        spaces = {named[each] for each in namespaces if each in named}
+        if spaces:
+            self.text.forget(spaces)
 
     def clear(self) -> None:
         """Forgets all that was entered; lines go on. O(blocks)."""
-        for namespace in list(self.text.named):
-            self.forget(namespace)
+        self.forget_all(self.text.named)
 
     # -- entering ----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from coppice.radix import Namespace, OutOfPages, PagePool, RadixTree
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.radix.upkeep.recount import check
 from coppice.runtime.requests.request import Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.sampling.drafts.network import Begun, Guess
 from coppice.runtime.sampling.logit_rules import LogitRules, may_have_rules
@@ -50,11 +51,14 @@ class _Follower:
         base: tokens that need not be computed, as was found then.
         checked: tokens that the draft model's vocabulary has.
         stale: whether its rules are still to be copied from the sequence.
+        able: whether the draft model has a token that the rules allow.
+        fixed: what never changes of its rules, where the draft model has fewer tokens; else None.
     """
 
-    __slots__ = ("base", "checked", "confirmed", "own", "stale")
+    __slots__ = ("able", "base", "checked", "confirmed", "fixed", "own", "stale")
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, fewer: int | None) -> None:
+        """`fewer`: the draft model's tokens, if the model has more."""
         request = sequence.request
         namespace = request.namespace
         if isinstance(namespace, Namespace):  # it has no adapters: their texts are alike to it
@@ -67,7 +71,15 @@ class _Follower:
             prompt_logprobs=None,
             prompt_logprobs_start=0,
             logits_processors=None,
+            prediction_token_ids=None,
         )
+        self.able = True
+        self.fixed: LogitRules | None = None
+        if fewer is not None:
+            known = _of_tokens_below(fewer, params)
+            self.able = known is not None
+            if known is not None:
+                params, self.fixed = known, LogitRules(known, ())
         own = replace(request, params=params, namespace=namespace, adapter=None)
         self.own = Sequence(own, sequence.index, sequence.arrival)
         self.confirmed = len(self.own.tokens)
@@ -83,6 +95,22 @@ class _Follower:
         self.confirmed = len(own.tokens)
         # The last token is computed for its logits, even if it was before.
         own.computed = min(own.computed, equal, self.confirmed - 1)
+
+    def take_rules(self, rules: object) -> None:
+        """Goes on with a copy of the sequence's rules, without a user's functions."""
+        self.stale = False
+        if not isinstance(rules, LogitRules):
+            self.own.logit_rules = None  # they are made with the first token
+            return
+        copied = copy(rules.forked())
+        copied.processors = []
+        fixed = self.fixed
+        if fixed is not None:
+            copied.biased, copied.bias = fixed.biased, fixed.bias
+            copied.allowed, copied.bad_words = fixed.allowed, fixed.bad_words
+            if fixed.thinking is None:
+                copied.thinking = None
+        self.own.logit_rules = copied
 
 
 class DraftModel:
@@ -118,7 +146,8 @@ class DraftModel:
         self._vocabulary = vocabulary
         self._eos = frozenset(eos_token_ids)
         self._sampler = Sampler(tuple(eos_token_ids))
-        self._limit = runner.model_config.vocab_size
+        limit = runner.model_config.vocab_size
+        self._fewer = limit if limit < vocabulary else None  # its tokens, if the model has more
         self.forget()
 
     @property
@@ -137,7 +166,7 @@ class DraftModel:
         """As `DraftNetwork.begin`."""
         follower = self._followers.get(sequence)
         if follower is None:
-            follower = self._followers[sequence] = _Follower(sequence)
+            follower = self._followers[sequence] = _Follower(sequence, self._fewer)
         own, length = follower.own, len(sequence.tokens)
         if length > self.runner.max_model_len or not self._knows(follower, sequence):
             self._leave(follower)
@@ -152,13 +181,16 @@ class DraftModel:
         return Begun(length - follower.base, self.runner.max_model_len - length + 1)
 
     def _knows(self, follower: _Follower, sequence: Sequence) -> bool:
-        """Whether the draft model has all tokens: some of the model's may have no name."""
-        if self._limit < self._vocabulary:
+        """Whether the draft model has all tokens, and one that may be next.
+
+        Some of the model's may have no name, and then the draft model need not have them.
+        """
+        if self._fewer is not None:
             new = sequence.tokens[follower.checked :]
-            if new and max(new) >= self._limit:
+            if new and max(new) >= self._fewer:
                 return False
             follower.checked = len(sequence.tokens)
-        return True
+        return follower.able
 
     @torch.inference_mode()
     def run(self, parts: Seq[tuple[Sequence, int]]) -> list[Guess | None]:
@@ -177,8 +209,7 @@ class DraftModel:
             if self._place(follower, count, schedule, busy):
                 placed[follower.own] = sequence
                 if follower.stale:
-                    follower.own.logit_rules = _without_functions(sequence.logit_rules)
-                    follower.stale = False
+                    follower.take_rules(sequence.logit_rules)
         if not schedule.chunks:
             return [None] * len(parts)
         batch, logits, _ = self.runner.run(schedule)
@@ -294,10 +325,22 @@ class DraftModel:
         return found
 
 
-def _without_functions(rules: object) -> LogitRules | None:
-    """A copy of a sequence's rules to go on with, without a user's functions."""
-    if not isinstance(rules, LogitRules):
-        return None  # they are made with the first token
-    own = copy(rules.forked())
-    own.processors = []
-    return own
+def _of_tokens_below(size: int, params: SamplingParams) -> SamplingParams | None:
+    """The parameters without what concerns tokens from `size` on.
+
+    Returns None if no token is left that may be chosen.
+    """
+    allowed, marks = params.allowed_token_ids, params.thinking_marks
+    # A budget of reasoning ends with a mark. Without that token it can only be left out: the draft
+    # model guesses wrong once, and then the sequence has a token that it lacks.
+    unmarked = marks is not None and marks.end >= size
+    try:
+        return replace(
+            params,
+            logit_bias={t: bias for t, bias in (params.logit_bias or {}).items() if t < size},
+            allowed_token_ids=None if allowed is None else [t for t in allowed if t < size],
+            bad_words_token_ids=[w for w in params.bad_words_token_ids or () if max(w) < size],
+            thinking_token_budget=None if unmarked else params.thinking_token_budget,
+        )
+    except ValueError:  # of `allowed_token_ids` none is left, or only some that others forbid
+        return None

@@ -15,13 +15,14 @@ _TIMES = 2
 _FEWEST, _MOST = 1 << 16, 1 << 22
 
 
-def make_speculation(cache_tokens: int, most: int) -> TreeSpeculation:
+def make_speculation(cache_tokens: int, vocabulary: int, most: int) -> TreeSpeculation:
     """Drafts of at most `most` tokens, from all that is known without another model.
 
+    `vocabulary` is the number of the model's tokens.
     `cache_tokens` is the size of the KV cache, with which the memory for text grows, from 1 MiB to
     64 MiB.
     """
     kept = min(max(_TIMES * cache_tokens, _FEWEST), _MOST)
     # The hashes have a seed that nobody knows: which texts share a slot can't be found out.
     index = SuffixIndex(kept, secrets.randbits(31))
-    return TreeSpeculation([ForcedDrafts(), PredictedDrafts(), SuffixDrafts(index)], most)
+    return TreeSpeculation([ForcedDrafts(vocabulary), PredictedDrafts(), SuffixDrafts(index)], most)

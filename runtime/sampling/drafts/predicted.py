@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
+from itertools import pairwise
+from weakref import WeakValueDictionary
 
 from coppice.runtime.requests.request import Sequence
 from coppice.runtime.sampling.drafts.source import Proposed
@@ -15,28 +17,46 @@ _AHEAD = 32  # tokens after the last place in which one equal token is enough to
 _LENGTHS = (0, 1, 2, 4, 8, 16)  # equal tokens from which others are as likely
 _FIRST = (0.3, 0.5, 0.75, 0.85, 0.93, 0.97)
 _BEGIN = 4  # equal tokens that the beginning of a text counts as
-# Bounds of what one request may take of the engine's time: tokens of a prediction that are looked
-# at, and places of two tokens that are compared, half before the last place and half after it.
-_LONGEST, _MOST_PLACES = 65_536, 64
+# Places of two tokens that are compared, half before the last place and half after it: a bound of
+# what one request may take of the engine's time.
+_MOST_PLACES = 64
+
+
+class _Prediction:
+    """Predicted tokens, and where each two of them are: the same for all samples of a request."""
+
+    __slots__ = ("__weakref__", "_pairs", "tokens")
+
+    def __init__(self, tokens: Seq[int]) -> None:
+        self.tokens = tokens
+        self._pairs: dict[tuple[int, int], list[int]] | None = None
+
+    def places(self, first: int, second: int) -> Seq[int]:
+        """The indices of `second` after `first`, ascending. O(tokens) at the first call."""
+        if self._pairs is None:
+            self._pairs = {}
+            for place, pair in enumerate(pairwise(self.tokens), 1):
+                self._pairs.setdefault(pair, []).append(place)
+        return self._pairs.get((first, second), ())
 
 
 class _Follower:
     """Where in its prediction a text is."""
 
-    __slots__ = ("at", "equal", "length", "predicted", "_pairs")
+    __slots__ = ("at", "equal", "length", "prediction")
 
-    def __init__(self, predicted: Seq[int], length: int) -> None:
-        self.predicted = predicted
+    def __init__(self, prediction: _Prediction, length: int) -> None:
+        self.prediction = prediction
         self.length = length  # of the sequence, up to where it was followed
         self.at = 0  # the predicted token that should come next
         self.equal = _BEGIN  # tokens before it that were as predicted
-        self._pairs: dict[tuple[int, int], list[int]] | None = None
 
     def follow(self, tokens: Seq[int], begin: int) -> None:
         """Moves on by the tokens that have come; the output begins at index `begin`."""
+        predicted = self.prediction.tokens
         for index in range(self.length, len(tokens)):
             token = tokens[index]
-            if self.at < len(self.predicted) and self.predicted[self.at] == token:
+            if self.at < len(predicted) and predicted[self.at] == token:
                 self.at += 1
                 self.equal += 1
             else:
@@ -45,14 +65,9 @@ class _Follower:
 
     def _find(self, tokens: Seq[int], index: int, begin: int) -> None:
         """Goes on where the last tokens, up to `index`, are predicted."""
-        predicted, token = self.predicted, tokens[index]
-        if self._pairs is None:
-            self._pairs = {}
-            for place in range(1, len(predicted)):
-                pair = predicted[place - 1], predicted[place]
-                self._pairs.setdefault(pair, []).append(place)
+        predicted, token = self.prediction.tokens, tokens[index]
         best: tuple[int, int] | None = None
-        places = self._pairs.get((tokens[index - 1], token), ()) if index > begin else ()
+        places = self.prediction.places(tokens[index - 1], token) if index > begin else ()
         middle, half = bisect_left(places, self.at), _MOST_PLACES // 2
         for place in places[max(middle - half, 0) : middle + half]:
             equal = 2
@@ -81,6 +96,8 @@ class PredictedDrafts:
 
     def __init__(self) -> None:
         self._followers: dict[Sequence, _Follower] = {}
+        # By the identity of their tokens; each is kept by its followers alone.
+        self._predictions: WeakValueDictionary[int, _Prediction] = WeakValueDictionary()
 
     def propose(self, sequence: Sequence, most: int) -> list[Proposed]:
         """What is predicted to come next."""
@@ -90,14 +107,21 @@ class PredictedDrafts:
         begin = len(sequence.request.prompt_token_ids)
         follower = self._followers.get(sequence)
         if follower is None:
-            follower = self._followers[sequence] = _Follower(predicted[:_LONGEST], begin)
+            follower = self._followers[sequence] = _Follower(self._prediction(predicted), begin)
         follower.follow(sequence.tokens, begin)
         made = []
-        coming = follower.predicted[follower.at : follower.at + most]
+        coming = predicted[follower.at : follower.at + most]
         for number, token in enumerate(coming):
             alike = bisect_right(_LENGTHS, follower.equal + number) - 1
             made.append(Proposed(token, number - 1, (SOURCE, alike), _FIRST[alike]))
         return made
+
+    def _prediction(self, tokens: Seq[int]) -> _Prediction:
+        """That of these tokens, which all sequences of a request have as one object."""
+        found = self._predictions.get(id(tokens))
+        if found is None:
+            found = self._predictions[id(tokens)] = _Prediction(tokens)
+        return found
 
     def forget(self) -> None:
         """It keeps no text of finished sequences."""

@@ -81,11 +81,13 @@ class SuffixDrafts:
 
     def forget_adapter(self, identity: str, mark: int | None) -> None:
         """Forgets the text of an adapter that is removed."""
-        for space in list(self.index.text.named):
+        found: list[Hashable] = []
+        for space in self.index.text.named:
             namespace, own_mark = space if isinstance(space, _Marked) else (space, None)
             of_mark = mark is not None and own_mark == mark
             if of_mark or getattr(namespace, "adapter", None) == identity:
-                self.index.forget(space)
+                found.append(space)
+        self.index.forget_all(found)
 
     def ended(self, sequence: Sequence) -> None:
         """Enters its last tokens, which others may repeat; not of beams, which share theirs."""

@@ -252,6 +252,14 @@ def test_texts_that_are_none(server: LiveServer) -> None:
             assert answer.status_code < 500, (body, answer.text)
 
 
+def test_a_salt_that_is_too_long(server: LiveServer) -> None:
+    paths = {"/v1/completions": BODY, "/v1/chat/completions": CHAT, "/v1/messages": CHAT}
+    for path, body in paths.items():
+        answer = httpx.post(server.url + path, json=body | {"cache_salt": "x" * 2**20})
+        message = refused((answer.status_code, answer.json()))
+        assert message == "cache_salt must have at most 1024 characters, got 1048576"
+
+
 @pytest.mark.parametrize(
     "name", ["a\nb", "\n", "a\r\n\tb", "a/b", "/", "a b?c#d", "%0A", "é🙂", "a\x00b", "a//b", "..."]
 )
@@ -281,6 +289,7 @@ def test_a_pin_whose_name_no_url_can_have(server: LiveServer, name: str) -> None
         ("prompt_token_ids", [HUGE], "must be integers from 0 to 383"),
         ("prompt_token_ids", [True], "must be a list of integers"),
         ("cache_salt", "\ud800", "valid Unicode"),
+        ("cache_salt", "x" * 1025, "cache_salt must have at most 1024 characters, got 1025"),
         ("name", "\ud800", "valid Unicode"),
         ("tenant", "\ud800", "tenant"),
     ],

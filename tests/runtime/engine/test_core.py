@@ -168,6 +168,17 @@ def test_hits_are_exact_to_the_token_and_kept_apart_by_salt(tiny_checkpoint):
     assert output.cached_tokens == len(prompt) - 1
 
 
+def test_a_salt_that_is_too_long_is_refused(tiny_checkpoint):
+    made = engine(tiny_checkpoint("llama"))
+    run(made, [PROMPTS[1]], cache_salt="é" * 1024)
+    message = "cache_salt must have at most 1024 characters, got 1025"
+    with pytest.raises(ValueError, match=message):
+        made.add_request("a", PROMPTS[1], GREEDY, cache_salt="é" * 1025)
+    with pytest.raises(ValueError, match=message):
+        made.pin("p", PROMPTS[1], cache_salt="é" * 1025)
+    assert not made.has_unfinished() and not made.pins
+
+
 def test_requests_submitted_together_compute_their_common_prefix_once(tiny_checkpoint):
     made = engine(tiny_checkpoint("llama"))
     rng = random.Random(2)

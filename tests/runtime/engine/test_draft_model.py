@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from coppice.runtime.report.gather import make_report, make_stats
 from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest
-from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.requests.request import Request, Sequence
+from coppice.runtime.requests.sampling_params import SamplingParams, ThinkingMarks
 from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
 
 VOCABULARY = 320
@@ -414,19 +416,75 @@ def test_a_draft_model_has_the_tokens_of_the_model(
         start(llama, tiny_checkpoint("llama", vocab_size=384))  # neither has a tokenizer
 
 
-def test_tokens_that_the_draft_model_lacks_are_not_asked_about(
-    tiny_checkpoint: Any, tmp_path: Path
-) -> None:
-    """The model has more rows of logits than its tokenizer has tokens."""
-    model, draft = tmp_path / "model", tmp_path / "draft"
+@pytest.fixture(scope="module")
+def narrower(tiny_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of 320 tokens and a draft model of 310; their tokenizer has 300."""
+    folder = tmp_path_factory.mktemp("narrower")
+    model, draft = folder / "model", folder / "draft"
     shutil.copytree(tiny_checkpoint("llama"), model)
     shutil.copytree(tiny_checkpoint("llama", vocab_size=310), draft)
-    for folder in (model, draft):
-        write_tokenizer(folder, {f"w{number}": number for number in range(300)})
+    for path in (model, draft):
+        write_tokenizer(path, {f"w{number}": number for number in range(300)})
+    return model, draft
+
+
+def test_tokens_that_the_draft_model_lacks_are_not_asked_about(
+    narrower: tuple[Path, Path],
+) -> None:
+    """The model has more rows of logits than its tokenizer has tokens."""
+    model, draft = narrower
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={315: 50.0})
     asked = [([5, 6, 7], params), ([5, 315, 7], SamplingParams(temperature=0, max_tokens=9))]
     engine = start(model, draft)
     assert run(engine, asked) == run(start(model), asked)
+
+
+@pytest.mark.parametrize(
+    ("rules", "asked"),
+    [
+        ({"logit_bias": {315: -100.0}}, True),
+        ({"logit_bias": {315: -100.0, 5: 2.0}, "repetition_penalty": 1.3}, True),
+        ({"allowed_token_ids": [5, 6, 315]}, True),
+        ({"allowed_token_ids": [315, 316]}, False),
+        ({"allowed_token_ids": [5, 315], "bad_words_token_ids": [[5]]}, False),
+        ({"allowed_token_ids": [5, 315], "min_tokens": 30, "stop_token_ids": [5]}, False),
+        ({"bad_words_token_ids": [[315]]}, True),
+        ({"bad_words_token_ids": [[6], [315], [5, 316], [315, 5]]}, True),
+        ({"min_tokens": 30, "stop_token_ids": [5, 315]}, True),
+        ({"thinking_token_budget": 3, "thinking_marks": ThinkingMarks(4, 315, inside=True)}, True),
+    ],
+)
+def test_rules_about_tokens_that_the_draft_model_lacks(
+    narrower: tuple[Path, Path], rules: dict[str, Any], asked: bool
+) -> None:
+    """It follows the rest of them; what leaves it no token is not asked about."""
+    model, draft = narrower
+    options = {"seed": 3, "n": 4, "max_tokens": 30, "ignore_eos": True} | rules
+    requests = [([5, 6, 7], SamplingParams(**options))]
+    engine = start(model, draft)
+    assert run(engine, requests) == run(start(model), requests)
+    assert engine.drafts is not None and engine.drafts.model is not None
+    assert engine.drafting.model is not None
+    assert (engine.drafting.model.counts.passes > 0) == asked
+
+
+def test_what_the_draft_model_begins_with(narrower: tuple[Path, Path]) -> None:
+    """Nothing that leaves it no token; and no prediction, which it does not read."""
+    engine = start(*narrower)
+    model = engine.drafting.model
+    assert model is not None
+
+    def begun(**params: Any) -> Sequence:
+        request = Request("a", array("i", [5, 6]), SamplingParams(**params), None, 0, 0, 100)
+        sequence = Sequence(request)
+        assert (model.begin(sequence) is not None) == ("prediction_token_ids" in params)
+        return sequence
+
+    refused, taken = begun(allowed_token_ids=[315, 316]), begun(prediction_token_ids=[5, 6])
+    assert model._followers[taken].own.request.params.prediction_token_ids == ()
+    for each in (refused, taken):
+        model.ended(each)
+    assert not model._followers
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_forced_tokens_are_entered_at_once(checkpoint: Path, form: StructuredOut
     ]
     plain, engine = start(checkpoint, "off"), start(checkpoint)
     assert engine.drafts is not None
-    engine.drafts._sources = [ForcedDrafts()]
+    engine.drafts._sources = [ForcedDrafts(1000)]
     expected, one = run(plain, *asked)
     found, most = run(engine, *asked)
     assert found == expected
@@ -140,7 +140,7 @@ def test_a_draft_model_keeps_to_the_form(checkpoint: Path) -> None:
 def test_it_proposes_what_is_forced_and_no_more(checkpoint: Path) -> None:
     """Nothing without a form, nothing where there is a choice, and at most what is asked for."""
     engine = start(checkpoint, "off")
-    source = ForcedDrafts()
+    source = ForcedDrafts(1000)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     proposed: list[list[int]] = []
 
@@ -173,4 +173,18 @@ def test_it_proposes_what_is_forced_and_no_more(checkpoint: Path) -> None:
         assert len(made) <= 4 and made == tokens[place : place + len(made)]
     free = [text.index(" ") + 1, len(text) - len("yes!" if "yes" in text else "no!")]
     assert [place for place, made in enumerate(proposed, 1) if not made][:2] == free
+    engine.close()
+
+
+def test_tokens_beyond_the_models_are_not_proposed(checkpoint: Path) -> None:
+    """A tokenizer may have more than the model has words for; each would end the whole step."""
+    engine = start(checkpoint, "off")
+    form = StructuredOutputsParams(regex="abcdefghijkl")
+    engine.add_request("a", [5, 6], SamplingParams(structured_outputs=form))
+    while not (sequence := next(iter(engine._sequences))).num_generated:
+        engine.step()
+    every = [each.token for each in ForcedDrafts(1000).propose(sequence, 8)]
+    assert len(every) == 8 and every == sorted(every)
+    known = [each.token for each in ForcedDrafts(every[4]).propose(sequence, 8)]
+    assert known == every[:4]
     engine.close()

@@ -50,6 +50,7 @@ class ScriptedDrafts:
         self._asked = dict(sequences)
         for sequence, most in sequences:
             assert most > 0 and not sequence.late and sequence not in self._over
+            assert sequence.remaining == 1
             assert not sequence.request.beam_search
             assert len(sequence.tokens) + most < sequence.request.max_length
         return [self._draft(*each) for each in sequences]

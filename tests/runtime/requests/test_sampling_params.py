@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.requests.sampling_params import MAX_PREDICTED, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -100,3 +100,10 @@ def test_parameters_that_leave_no_token_are_refused():
     for more in ({"bad_words_token_ids": [[3], [4]]}, {"stop_token_ids": [3, 4], "min_tokens": 1}):
         with pytest.raises(ValueError, match=r"^allowed_token_ids must leave a token"):
             SamplingParams(allowed_token_ids=[3, 4], **more)
+
+
+def test_a_long_prediction_is_kept_up_to_a_bound() -> None:
+    for ids in ([7] * (MAX_PREDICTED + 5), (7,) * (MAX_PREDICTED + 5)):
+        assert SamplingParams(prediction_token_ids=ids).prediction_token_ids == (7,) * MAX_PREDICTED
+    with pytest.raises(ValueError, match="prediction_token_ids must be a list of token ids"):
+        SamplingParams(prediction_token_ids="abc")  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 from coppice.radix import PagePool, RadixTree, check
 from coppice.runtime.requests.request import Request, Sequence, Status
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.schedule.chunks import Chunk
 from coppice.runtime.schedule.paging import Paging
 from coppice.runtime.schedule.scheduler import Scheduler
 
@@ -385,3 +386,14 @@ def test_leaders_and_followers_at_any_depth(depth):
     assert steps == depth + 2, "one step for each level, and one for the followers"
     branches = 24 * sum(2**level for level in range(depth + 1))
     assert machine.computed == branches + 2 * 4 * len(prompts)
+
+
+def test_one_token_of_a_resumed_prefill_is_no_decode():
+    """Others follow it: a draft would be computed in their place."""
+    machine = Machine(8, 4)
+    sequence = machine.add([1, 2, 3])
+    sequence.tokens.extend([4, 5, 6])
+    for computed in range(6):
+        sequence.computed = computed
+        assert Chunk(sequence, 1).decode == (computed == 5)
+        assert not Chunk(sequence, 2).decode

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import pytest
 
+from coppice.radix import compiled
 from coppice.radix.mirror.suffixes.hashes import LONG, LONG_AWAY, LONG_FACTOR, MASK
 from coppice.radix.mirror.suffixes.index import CONTEXT, Line, Place, SuffixIndex
-from coppice.radix.mirror.suffixes.text import BLOCK
+from coppice.radix.mirror.suffixes.text import BLOCK, Space
 
 ALL = 10**9  # places that may be visited
 
@@ -182,6 +183,58 @@ def test_forgetting_leaves_other_namespaces_and_lines_go_on() -> None:
     index.clear()
     assert len(index) == 0
     assert index.find(line, own, 1) == []
+
+
+@pytest.mark.parametrize("names", [None, "bc"])
+def test_forgetting_several_namespaces_leaves_their_lines_to_go_on(names: str | None) -> None:
+    index = SuffixIndex(10_000)
+    lines: dict[str, tuple[Line, array[int]]] = {}
+    for name in "abcd":  # a line of each has ended, and another goes on
+        ended = index.begin(name)
+        index.enter(ended, tokens(1, 2, 3))
+        index.end(ended)
+        lines[name] = index.begin(name), tokens(4, 1, 2)
+        index.enter(*lines[name])
+    ended = index.begin("gone")
+    index.enter(ended, tokens(1, 2, 3))
+    index.end(ended)
+    if names is None:
+        index.clear()
+        assert len(index) == 0
+        assert set(index.text.named) == {*"abcd"}
+    else:
+        index.forget_all([*names, "unknown", "gone"])
+        assert set(index.text.named) == {*"abcd"}
+    for name, (line, own) in lines.items():
+        forgotten = names is None or name in names
+        assert index.find(line, own, 1) == ([] if forgotten else [(2, packed(3))])
+        own.extend([7, 8, 9, 7, 8])
+        index.enter(line, own)
+        assert index.find(line, own, 1)[0] == (2, packed(9))
+        index.end(line)
+    index.clear()
+    assert not index.text.named
+
+
+@pytest.mark.skipif(compiled.in_use("coppice.radix"), reason="compiled code reads lists itself")
+def test_all_namespaces_are_forgotten_in_one_pass() -> None:
+    class Counted(list[Space | None]):
+        visits = 0
+
+        def __iter__(self) -> Iterator[Space | None]:
+            for each in super().__iter__():
+                self.visits += 1
+                yield each
+
+    index = SuffixIndex(100 * BLOCK)
+    for name in range(30):
+        line = index.begin(name)
+        index.enter(line, tokens(1, 2, 3))
+    index.text.spaces = counted = Counted(index.text.spaces)
+    index.clear()
+    assert counted.visits == index.text.blocks == 100
+    index.forget_all(["unknown"])
+    assert counted.visits == 100
 
 
 def test_it_takes_at_most_16_bytes_a_token() -> None:

@@ -12,7 +12,7 @@ import pytest
 from coppice.radix import Namespace
 from coppice.radix.mirror.suffixes.index import SuffixIndex
 from coppice.runtime.requests.request import AdapterUse, Request, Sequence
-from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.requests.sampling_params import MAX_PREDICTED, SamplingParams
 from coppice.runtime.sampling.drafts.predicted import PredictedDrafts
 from coppice.runtime.sampling.drafts.source import Proposed
 from coppice.runtime.sampling.drafts.suffixes import SuffixDrafts
@@ -69,6 +69,17 @@ def test_the_text_of_an_adapter_leaves_with_it(mark: int | None) -> None:
     assert source.propose(asked("x", [5, 6]), 1) == []
     assert tokens(source.propose(asked(None, [5, 6]), 1)) == [10]
     assert tokens(source.propose(asked("y", [5, 6]), 1)) == [12]
+
+
+def test_an_adapter_leaves_all_its_namespaces() -> None:
+    source = SuffixDrafts(SuffixIndex(10_000))
+    spaces = [Namespace("m", adapter, salt) for adapter in ("x", "y") for salt in ("a", "b")]
+    for space in spaces:
+        source.ended(sequence([1, 2, 3, 4], [5, 6, 7], space))
+    source.forget_adapter("x", None)
+    for space in spaces:
+        proposed = source.propose(sequence([3, 4], [5], space), 1)
+        assert bool(proposed) == (space.adapter == "y")
 
 
 def test_what_was_never_asked_for_is_entered_when_it_ends() -> None:
@@ -128,7 +139,27 @@ def test_places_of_a_prediction_that_repeats_are_bounded() -> None:
         assert [each.token for each in source.propose(own, 2)] == [1, 2], turn
     (follower,) = source._followers.values()
     assert abs(follower.at - 50_003) < 200, "nearest to where it was"
-    assert len(follower.predicted) < len(predicted)
+    assert len(follower.prediction.tokens) == MAX_PREDICTED < len(predicted)
+
+
+def test_samples_of_a_request_share_what_is_looked_up() -> None:
+    source, predicted = PredictedDrafts(), [10, 11, 12, 13, 14]
+    samples = [sequence([1], [10], prediction_token_ids=predicted)]
+    samples += [Sequence(samples[0].request, index) for index in (1, 2)]
+    other = sequence([1], [10, 13], prediction_token_ids=predicted)
+    for own, output in zip(samples, ([99], [10, 98], [97, 12]), strict=True):
+        own.tokens.extend(output)
+        source.propose(own, 2)
+    source.propose(other, 2)
+    for own, coming in zip(samples, (13, 14, 12), strict=True):
+        own.tokens.extend((coming - 2, coming - 1))
+        assert source.propose(own, 1)[0].token == coming
+    pairs = [id(source._followers[own].prediction._pairs) for own in (*samples, other)]
+    assert len(set(pairs[:3])) == 1 and source._followers[other].prediction._pairs
+    assert pairs[3] != pairs[0]
+    for ended, kept in ((samples[0], 2), (other, 1), (samples[2], 1), (samples[1], 0)):
+        source.ended(ended)
+        assert len(source._predictions) == kept
 
 
 @pytest.mark.parametrize("seed", range(5))
