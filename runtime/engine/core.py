@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from pathlib import Path
 
 from coppice.radix import PagePool, Pin, PinRefused, Pins, RadixTree
@@ -75,6 +76,18 @@ class Engine:
         with without_collecting():
             self.drafting = Drafting(config, Path(source))
             self.runner = open_runner(config, self.drafting.beside)
+        with ExitStack() as undo:  # where something fails, nothing that was started runs on
+            undo.callback(self.runner.close)
+            self._assemble(source, watch_lines, undo)
+            undo.pop_all()
+        if self.runner.device.type == "cpu":
+            give_back_memory()
+
+    def _assemble(
+        self, source: str | Path, watch_lines: WatchLines | None, undo: ExitStack
+    ) -> None:
+        """Makes all that the engine has beside the model; `undo` ends what was started."""
+        config = self.config
         self.model_config = self.runner.model_config
         self.max_model_len = self.runner.max_model_len
         self.num_pages, self.memory = self.runner.num_pages, self.runner.memory
@@ -112,6 +125,7 @@ class Engine:
             max_model_len=self.max_model_len,
             recipe=self.runner.recipe,
         )
+        undo.callback(self.intake.close)
         self.adapters.cleared = self._adapter_cleared
         self._steps = Steps(
             self.runner,
@@ -126,13 +140,12 @@ class Engine:
         )
         self.tiers = self._steps.tiers = open_tiers(config, self.runner, self.scheduler)
         if self.tiers is not None:
+            undo.callback(self.end_tiers, 0.0)
             self.tiers.know(self.intake.namespace(None))
         self.drafting.start(self.runner)
         if self.drafts is not None:
             self.speculate(self.drafts)
         self.events = Publishing(config, self.scheduler, self.counters)
-        if self.runner.device.type == "cpu":
-            give_back_memory()
 
     def _new_tree(self) -> RadixTree:
         pool = PagePool(self.num_pages, self.config.page_size)
@@ -248,8 +261,11 @@ class Engine:
 
     def when_lost(self, tell: Callable[[], None]) -> None:
         """Has `tell` called, in any thread, when a rank of the model ends by itself."""
-        if isinstance(self.runner.group, EndingGroup):
-            self.runner.group.when_ended = tell
+        group = self.runner.group
+        if isinstance(group, EndingGroup):
+            group.when_ended = tell
+            if group.ended is not None:  # it may have ended before
+                tell()
 
     def _check_ready(self) -> None:
         self.check_device()
@@ -471,6 +487,11 @@ class Engine:
         if self.tiers is not None:
             self.tiers.close(CLOSING_SECONDS if seconds is None else seconds)
             self.tiers = None
+
+    def end_ranks(self) -> None:
+        """Has the model's other ranks end in good order; no step may run after that."""
+        if self.runner.group.ended is None:
+            self.runner.followers.leave()
 
     @property
     def asleep(self) -> bool:

@@ -93,6 +93,7 @@ class EngineLoop:
                     if outputs:
                         self._callers.send(outputs)
             self._engine.end_tiers(self._end.seconds)
+            self._engine.end_ranks()
         except DeviceLost as error:
             parent.channel.send(Leaving(str(error)))
             raise
@@ -270,8 +271,8 @@ def engine_main(
     the process with an error, from which its parent knows that it must start another; a device that
     has failed for good ends it with `LOST_STATUS`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):  # those of a whole group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()  # a crash in native code prints its call stack
     channel, status = Channel(connection), 0
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache.size import NOTHING_BESIDE, Beside
 from coppice.runtime.runner.loaded import LoadedModel
+from coppice.runtime.runner.ranks.interrupts import interrupts_wait
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.chunks import Schedule
 from coppice.runtime.schedule.paging import copy_batches
@@ -95,24 +97,29 @@ class ModelRunner(LoadedModel):
         )
         if self.window_keys is not None:
             self.window_keys.step(batch.plan.context_len, batch.plan.query_start)
-        if self.group.size > 1:
-            arrays = replace(batch, sampled=[], scored=[], pooled=[], drafts=())
-            self.followers.compute(copies, arrays, 0 if late is None else len(late.tokens))
-        try:
-            logits, tokens, hidden = self._run(copies, batch, late, columns)
-            if hidden is not None:
-                sampled = len(batch.logit_rows)
-                scored = sum(len(each.tokens) for each in batch.scored)
-                head = self.followers.head_of(hidden, self.decoder.logits)
-                score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
-                self._pool(hidden[sampled + scored :], batch.pooled, head)
-        except BaseException as error:
-            if self._tables is not None:
-                self._tables.forget()  # what was to be written may not have been sent
-            # The others wait within this step for what will not come.
-            self.group.end(f"rank 0 of the model: {type(error).__name__}: {error}")
-            raise
+        with self._together():
+            try:
+                if self.group.size > 1:
+                    arrays = replace(batch, sampled=[], scored=[], pooled=[], drafts=())
+                    self.followers.compute(copies, arrays, 0 if late is None else len(late.tokens))
+                logits, tokens, hidden = self._run(copies, batch, late, columns)
+                if hidden is not None:
+                    sampled = len(batch.logit_rows)
+                    scored = sum(len(each.tokens) for each in batch.scored)
+                    head = self.followers.head_of(hidden, self.decoder.logits)
+                    score_prompts(hidden[sampled : sampled + scored], batch.scored, head)
+                    self._pool(hidden[sampled + scored :], batch.pooled, head)
+            except BaseException as error:
+                if self._tables is not None:
+                    self._tables.forget()  # what was to be written may not have been sent
+                # The others wait within this step for what will not come.
+                self.group.end(f"rank 0 of the model: {type(error).__name__}: {error}")
+                raise
         return Computed(batch, logits, tokens)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What all ranks do together, or none: an interrupt comes before it or after it."""
+        return interrupts_wait() if self.group.size > 1 else nullcontext()
 
     def _run(
         self,
@@ -171,8 +178,9 @@ class ModelRunner(LoadedModel):
     @torch.inference_mode()
     def move_slots(self, sources: list[int], targets: list[int]) -> None:
         """Copies the KV of slots `sources` to `targets`, for accepted branches of drafts."""
-        self.followers.tell("move_slots", sources, targets)
-        self.attention.move_slots(self.kv_cache, sources, targets)
+        with self._together():
+            self.followers.tell("move_slots", sources, targets)
+            self.attention.move_slots(self.kv_cache, sources, targets)
 
     def compute_part(
         self, copies: Sequence[tuple[list[int], list[int]]], batch: Batch, num_late: int

@@ -185,12 +185,14 @@ class DecodeGraphs:
         outbox: Callable[[Batch], Outbox],
         resident: bool = False,
         head: Head | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         """Captures `forward`, from the largest of `sizes` on, with each of its `plans`.
 
         `spare_page` is outside the pool: padded rows write their KV there. `outbox` makes one that
         sends what changes in page tables; `resident`: whether plans point to these. Without a
-        `head` graphs end with the hidden states.
+        `head` graphs end with the hidden states. `agree` is asked before each size whether to stop,
+        with what this rank would do: all ranks capture the same sizes, since they meet in each.
         """
         self._outbox = outbox
         self._spare_page = spare_page
@@ -210,7 +212,8 @@ class DecodeGraphs:
         for size, kinds in sorted(zip(sizes, plans, strict=True), key=lambda each: -each[0]):
             # The next size is expected to take as long as the others did on average.
             spent = self.seconds / len(self._graphs) if self._graphs else 0.0
-            if self.seconds + spent > CAPTURE_SECONDS or self.bytes > CAPTURE_FRACTION * free:
+            late = self.seconds + spent > CAPTURE_SECONDS
+            if agree(late or self.bytes > CAPTURE_FRACTION * free):
                 logger.warning("no CUDA graphs for fewer than %d rows: %s", self.sizes[0], self)
                 break
             padded = nothing.padded(size, spare_page)

@@ -280,8 +280,32 @@ class LoadedModel:
             give_back_memory()
 
     def wake_up(self) -> None:
-        """Undoes `sleep`; the cache is empty. Raises ValueError if the weights can't be read."""
+        """Undoes `sleep`; the cache is empty.
+
+        Raises ValueError if the weights can't be read; it sleeps on then, as do all ranks if one of
+        them can't.
+        """
         self.followers.tell("wake_up")
+        failed: Exception | None = None
+        try:
+            self._bring_weights()
+        except Exception as error:
+            failed = error
+        if not self.group.least(int(failed is None)):
+            if self.asleep == 2 and failed is None:
+                del self.decoder
+            if self.group.rank == 0:
+                raise failed or ValueError(
+                    "wake_up: another rank of the model can't load the weights; its log says why"
+                )
+            if failed is not None:
+                logger.error("rank %d can't wake up: %s", self.group.rank, failed)
+            return
+        self._make_cache()
+        self.asleep = 0
+
+    def _bring_weights(self) -> None:
+        """Reads the weights again, or brings them back to the device."""
         if self.asleep == 2:
             self._load_weights()
         elif self.asleep == 1:
@@ -289,8 +313,6 @@ class LoadedModel:
             compile_model(self.decoder, self.attention)
         if self.adapters is not None:
             self.adapters.move(self.device)
-        self._make_cache()
-        self.asleep = 0
 
     @torch.inference_mode()
     def capture(self, recorder: Recorder, sizes: Sequence[int] | None, max_num_seqs: int) -> None:
@@ -338,6 +360,7 @@ class LoadedModel:
             head=Head(self.decoder.logits, choose_by, most) if self.group.size == 1 else None,
             outbox=self._outbox,
             resident=self.attention.tables is not None,
+            agree=lambda stops: self.group.least(0 if stops else 1) == 0,
         )
         logger.info("%s", self.graphs)
         if not self.asleep:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import sys
+import weakref
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -37,30 +40,47 @@ def open_runner(config: EngineConfig, beside: Beside = NOTHING_BESIDE) -> ModelR
 
     `beside` is what a draft model takes, which a model alone may have.
 
-    Raises as `ModelRunner` does; ValueError also if the model can't be divided, RuntimeError with
-    the reason if another rank fails. Nothing that was started runs on then.
+    Raises as `ModelRunner` does; ValueError also if the model can't be divided or torchrun has
+    started this process as another rank than the first, RuntimeError with the reason if another
+    rank fails. Nothing that was started runs on then.
     """
     config = sized(config)
     if config.tensor_parallel_size == 1:
         return ModelRunner(config, beside=beside)
+    if launched := launched_rank():
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and torchrun has started this "
+            f"process as rank {launched}: only rank 0 has an engine; `coppice serve` and `coppice "
+            "generate` run under torchrun"
+        )
     path = resolve_model(config.model, config.revision)
     model = choose(path, config).config
     check_division(model, config.tensor_parallel_size)
     device = resolve_device(config.device)
     group: EndingGroup
-    if launched_rank() is not None:
-        group = _joined(config, device)
+    if launched is not None:
+        config, group = _joined(config, device)
     else:
         rows = max(config.most_tokens, CALIBRATION_TOKENS)
         group = start_ranks(config, device, rows * model.hidden_size, _MAIN)
     try:
-        return ModelRunner(config, group)
+        runner = _complete(config, group)
     except BaseException as error:
         reason = group.ended
         group.close()
         if isinstance(error, RanksEnded) and reason is not None:
             raise RuntimeError(reason) from error
         raise
+    # The processes end with a runner that nobody has closed.
+    weakref.finalize(runner, group.close).atexit = False
+    return runner
+
+
+def _complete(config: EngineConfig, group: EndingGroup) -> ModelRunner:
+    """This rank's runner, once all have theirs: none begins to compute while another one fails."""
+    runner = ModelRunner(config, group)
+    group.least(0)
+    return runner
 
 
 def launched_rank() -> int | None:
@@ -75,21 +95,27 @@ def launched_rank() -> int | None:
 def run_launched(config: EngineConfig) -> bool:
     """Whether torchrun started this process as another rank than the first, whose part it takes.
 
-    It returns then when the first rank has closed the engine. Raises as `open_runner`, and what
-    torch.distributed raises when that rank has ended otherwise.
+    It returns then when the first rank has closed the engine: torchrun sends its signals to all,
+    and the first one may have requests to end. Raises as `open_runner`, and what torch.distributed
+    raises when that rank has ended otherwise.
     """
-    rank = launched_rank()
-    if not rank or config.tensor_parallel_size == 1:
+    if not launched_rank():
         return False
-    group = _joined(config, resolve_device(config.device))
+    config, group = _joined(config, resolve_device(config.device))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with suppress(RanksEnded):
-        take_part(ModelRunner(config, group))
+        take_part(_complete(config, group))
     group.close()
     return True
 
 
-def _joined(config: EngineConfig, device: torch.device) -> TorchGroup:
-    """The group of the processes that torchrun started. Raises ValueError for another number."""
+def _joined(config: EngineConfig, device: torch.device) -> tuple[EngineConfig, TorchGroup]:
+    """The group of the processes that torchrun started, and the options with the first one's sizes.
+
+    Those that are open follow from a GPU, and ranks whose steps have other sizes would not meet.
+    Raises ValueError for another number of processes, or more than there are GPUs.
+    """
     size = int(os.environ["WORLD_SIZE"])
     if size != config.tensor_parallel_size:
         raise ValueError(
@@ -97,8 +123,20 @@ def _joined(config: EngineConfig, device: torch.device) -> TorchGroup:
             "processes, so it must be that"
         )
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return TorchGroup(int(os.environ["RANK"]), size, device, ExitStack())
+        local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= there:
+            raise ValueError(
+                f"torchrun has started process {local} on this machine, counted from 0; on GPUs "
+                f"--nproc-per-node must be at most their number, {there}"
+            )
+        device = torch.device("cuda", local)
+    rank = int(os.environ["RANK"])
+    group = TorchGroup(rank, size, device, ExitStack(), in_order=config.deterministic)
+    if rank == 0:
+        group.send(pickle.dumps((config.max_num_seqs, config.max_num_batched_tokens)))
+        return config, group
+    seqs, tokens = pickle.loads(group.receive())
+    return replace(config, max_num_seqs=seqs, max_num_batched_tokens=tokens), group
 
 
 def member_main(descriptor: int) -> None:
@@ -114,8 +152,9 @@ def member_main(descriptor: int) -> None:
     leave_with_parent(connection)
     try:
         with ExitStack() as held:
-            group = told.join(held)
-            take_part(ModelRunner(told.config, group))
+            if told.take_device():
+                connection.send(None)
+            take_part(_complete(told.config, told.join(held)))
     except RanksEnded:
         status = 0
     except BaseException as error:

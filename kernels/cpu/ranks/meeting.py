@@ -48,8 +48,9 @@ _PLACES, _RANK, _RANKS, _REGIONS, _BYTES, _CAME, _QUERIES, _KEYS, _ADDS = range(
 #: message; whether it is over.
 ARRIVED, SENT, TAKEN, LENGTH, OVER, PLACES = 0, 32, 64, 96, 112, 128
 _SLEEPING = 16
-# Added to all counts when it is over: nobody waits any more.
-_FOREVER = 1 << 61
+# Added to all counts when it is over: nobody waits any more. Its low half changes that of a count,
+# which is all that `sleep_while` compares: who is about to sleep does not.
+_FOREVER = (1 << 61) + 1
 
 
 @njit(nogil=True)
@@ -84,7 +85,8 @@ def raise_count(address: int, more: int) -> int:
 @njit(nogil=True)
 def end_all(places: int) -> None:
     """Lets all waits of all ranks end, now and for ever; what they compute then is worthless."""
-    count(places + 8 * OVER, 1)
+    if count(places + 8 * OVER, 1):
+        return
     for place in (ARRIVED, SENT, TAKEN):
         raise_count(places + 8 * place, _FOREVER)
 

@@ -45,6 +45,14 @@ class Assignment:
     cores: list[int] | None
     init_method: str | None
 
+    def take_device(self) -> bool:
+        """Begins to use this rank's GPU; False if it has none. Raises what CUDA raises."""
+        if self.init_method is None:
+            return False
+        torch.cuda.set_device(self.rank)
+        torch.cuda.mem_get_info()
+        return True
+
     def join(self, held: ExitStack) -> EndingGroup:
         """The group, as this rank has it; waits for all ranks on GPUs."""
         from coppice.kernels.cpu.ranks.memory import RankMemory
@@ -54,8 +62,9 @@ class Assignment:
             return SharedGroup(memory, self.rank, self.size, held)
         device = torch.device("cuda", self.rank)
         return TorchGroup(
-            self.rank, self.size, device, held, init_method=self.init_method, mailbox=memory
-        )
+            self.rank, self.size, device, held,
+            init_method=self.init_method, mailbox=memory, in_order=self.config.deterministic,
+        )  # fmt: skip
 
 
 def start_ranks(config: EngineConfig, device: torch.device, numbers: int, main: str) -> EndingGroup:
@@ -67,7 +76,8 @@ def start_ranks(config: EngineConfig, device: torch.device, numbers: int, main: 
         numbers: the most float32 numbers that a rank brings to a meeting.
         main: ``module:function`` that a rank's process calls with its connection to this one.
 
-    Raises ValueError if there are fewer GPUs than ranks.
+    Raises ValueError if there are fewer GPUs than ranks, RuntimeError with the reason if the
+    process of one can't use its GPU.
     """
     # It loads compiled code, which engines of one rank do not need.
     from coppice.kernels.cpu.ranks.memory import region_bytes, shared_file
@@ -93,6 +103,8 @@ def start_ranks(config: EngineConfig, device: torch.device, numbers: int, main: 
         if cores is not None:
             held.callback(give_back_cores, os.sched_getaffinity(0), torch.get_num_threads())
             take_cores(cores[0])
+        for each in ranks if gpu else ():
+            each.await_ready()  # one that has ended would be waited for in `join`
         started = ExitStack()
         group = told[0].join(started)
         started.enter_context(held.pop_all())
@@ -121,6 +133,11 @@ class _Rank:
         with suppress(OSError):  # it has ended: `watch` says so
             self._connection.send(told)
 
+    def await_ready(self) -> None:
+        """Waits until the process is about to join. Raises RuntimeError with why it does not."""
+        if (reason := self._heard()) is not None:
+            raise RuntimeError(f"rank {self._rank} of the model: {reason}")
+
     def watch(self, group: EndingGroup) -> None:
         """Ends the group, with the reason, when the process ends or says that it fails."""
         threading.Thread(
@@ -128,17 +145,20 @@ class _Rank:
         ).start()
 
     def _watch(self, group: EndingGroup) -> None:
-        reason = None
-        with suppress(EOFError, OSError):
-            reason = self._connection.recv()
+        reason = self._heard()
         self._connection.close()
-        if reason is None:
-            code = self._process.wait()
-            reason = f"its process ended with status {code}"
-            if code < 0:
-                known = -code in list(Signals)
-                reason = f"its process was killed by {Signals(-code).name if known else -code}"
         group.end(f"rank {self._rank} of the model: {reason}")
+
+    def _heard(self) -> str | None:
+        """Waits for what makes the process fail, or its end; None: it is ready (`await_ready`)."""
+        with suppress(EOFError, OSError):
+            said: str | None = self._connection.recv()
+            return said
+        code = self._process.wait()
+        if code >= 0:
+            return f"its process ended with status {code}"
+        known = -code in list(Signals)
+        return f"its process was killed by {Signals(-code).name if known else -code}"
 
     def _end(self) -> None:
         with suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,10 @@ from coppice.runtime.runner.ranks.ending import EndingGroup
 
 if TYPE_CHECKING:  # it loads compiled code, which engines of one rank do not need
     from coppice.kernels.cpu.ranks.memory import RankMemory
+
+
+# How long a rank waits for a message: an engine may have nothing to do, or sleep, for days.
+_PATIENCE = timedelta(days=365)
 
 
 class TorchGroup(EndingGroup):
@@ -31,10 +36,12 @@ class TorchGroup(EndingGroup):
         *,
         init_method: str = "env://",
         mailbox: RankMemory | None = None,
+        in_order: bool = False,
     ) -> None:
         """Joins the group; waits for all ranks. ``init_method`` as torch.distributed takes it.
 
-        ``held`` has what was started for the group.
+        ``held`` has what was started for the group. With ``in_order`` sums are added in the order
+        of the ranks: that of NCCL and Gloo depends on how many numbers there are.
         """
         super().__init__(rank, size, mailbox, held)
         self._mailbox = mailbox
@@ -45,8 +52,20 @@ class TorchGroup(EndingGroup):
             torch.cuda.set_device(device)
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size)
         held.callback(dist.destroy_process_group)
+        self._messages = (
+            dist.new_group(backend="gloo", timeout=_PATIENCE) if mailbox is None else None
+        )
+        self._in_order = in_order and size > 2  # of two there is one order
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if self._in_order:
+            own = x.contiguous()
+            parts = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(parts, own)
+            x.copy_(parts[0])
+            for part in parts[1:]:
+                x += part
+            return x
         if x.is_contiguous():
             dist.all_reduce(x)
             return x
@@ -78,14 +97,15 @@ class TorchGroup(EndingGroup):
         if self._mailbox is not None:
             self._mailbox.send(message)
             return
-        dist.broadcast(torch.tensor(len(message)), 0)
-        dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0)
+        dist.broadcast(torch.tensor(len(message)), 0, self._messages)
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        dist.broadcast(content, 0, self._messages)
 
     def receive(self) -> bytes:
         if self._mailbox is not None:
             return self._mailbox.receive()
         length = torch.tensor(0)
-        dist.broadcast(length, 0)
+        dist.broadcast(length, 0, self._messages)
         message = torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(message, 0)
+        dist.broadcast(message, 0, self._messages)
         return message.numpy().tobytes()

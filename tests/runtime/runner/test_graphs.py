@@ -287,6 +287,21 @@ def test_capturing_is_bounded_in_memory_and_time(checkpoint, caplog, monkeypatch
     assert engine.runner.graphs.sizes == [4, 6]  # a third one would take the 75th second
 
 
+def test_ranks_capture_the_same_sizes(checkpoint, monkeypatch):
+    """One that went on would wait in a sum for the others."""
+    engine, _ = fake_engine(checkpoint, kv_cache_tokens=256)
+    told = []
+
+    def least(number):
+        told.append(number)
+        return min(number, int(len(told) < 3))  # another rank has no more room then
+
+    monkeypatch.setattr(engine.runner.group, "least", least)
+    engine.runner.capture(FakeRecorder(), (1, 2, 4, 6), 6)
+    assert engine.runner.graphs.sizes == [4, 6]
+    assert told == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [

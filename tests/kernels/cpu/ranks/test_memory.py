@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from coppice.kernels.cpu.ranks.errors import RanksEnded
+from coppice.kernels.cpu.ranks.meeting import ARRIVED, SENT, TAKEN
 from coppice.kernels.cpu.ranks.memory import RankMemory, region_bytes, shared_file
 
 Start = Callable[..., list[Any]]
@@ -121,6 +122,18 @@ def test_nobody_waits_after_the_end(memories: Any) -> None:
     assert len(ended) == 3 and all(each.ended for each in ranks)
     with pytest.raises(RanksEnded):
         ranks[2].send(b"plan")
+
+
+def test_the_end_changes_what_sleepers_compare(memories: Any) -> None:
+    """A thread that is about to sleep looks at the low half of a count only."""
+    ranks = memories(2, 10)
+    counts = ranks[0]._places[[ARRIVED, SENT, TAKEN]]
+    ranks[0].end()
+    after = ranks[0]._places[[ARRIVED, SENT, TAKEN]]
+    assert ((counts ^ after) & 0xFFFFFFFF).all()
+    for each in [*ranks, *ranks]:  # more ends than a count has room for
+        each.end()
+    assert (ranks[0]._places[[ARRIVED, SENT, TAKEN]] == after).all()
 
 
 def test_a_region_has_whole_pages(memories: Any) -> None:

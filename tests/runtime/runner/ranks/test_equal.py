@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.request import DeviceLost, Sequence
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner.loaded import LoadedModel
 from tests.runtime.conftest import FAMILIES, OTHER_FAMILIES
 from tests.runtime.engine.test_families import GREEDY, prompts, run
 from tests.runtime.runner.ranks.conftest import StartRanks
@@ -233,6 +235,77 @@ def test_all_ranks_sleep_and_wake_up(
     engine.sleep(level)
     engine.wake_up()
     assert run(engine) == before
+
+
+@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}], ids=["the first", "another", "both"])
+def test_all_ranks_sleep_on_if_one_cannot_load_the_weights(
+    tiny_checkpoint: Checkpoint,
+    start_threads: StartRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failing: set[int],
+) -> None:
+    engine = start_threads(tiny_checkpoint("llama"), 2)
+    before = run(engine)
+    engine.sleep(2)
+    load = LoadedModel._load_weights
+
+    def gone(runner: LoadedModel) -> None:
+        if runner.group.rank in failing:
+            raise ValueError("model.safetensors: there is no such file")
+        load(runner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadedModel, "_load_weights", gone)
+        for _ in range(2):
+            said = r"model\.safetensors" if 0 in failing else "another rank .* its log says why"
+            with pytest.raises(ValueError, match=said):
+                engine.wake_up()
+            assert engine.asleep
+    if 1 in failing:
+        assert "rank 1 can't wake up: model.safetensors" in caplog.text
+    engine.wake_up()
+    assert run(engine) == before
+
+
+def test_an_interrupt_waits_until_all_ranks_have_computed(
+    tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank alone would be a step ahead of the others from then on."""
+    path = tiny_checkpoint("llama")
+    engine, expected = start_threads(path, 2), run(start_threads(path, 1))
+    compute = engine.runner.followers.compute
+
+    def interrupted(*told: object) -> None:
+        compute(*told)
+        signal.raise_signal(signal.SIGINT)
+
+    for _ in range(2):
+        engine.add_request("a", prompts()[0], SamplingParams(max_tokens=2))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.followers, "compute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        while engine.has_unfinished():
+            engine.step()
+        engine.check()
+        assert run(engine) == expected
+
+
+def test_a_plan_that_was_sent_and_not_computed_ends_the_ranks(
+    tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_threads(tiny_checkpoint("llama"), 2)
+    compute = engine.runner.followers.compute
+
+    def interrupted(*told: object) -> None:
+        compute(*told)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.runner.followers, "compute", interrupted)
+    engine.add_request("a", prompts()[0], SamplingParams(max_tokens=2))
+    with pytest.raises(DeviceLost, match="rank 0 of the model: MemoryError: no room"):
+        engine.step()
 
 
 def test_random_weights_are_those_of_one_rank(
