@@ -61,7 +61,6 @@ class EngineLifecycle(ABC):
 
     Attributes:
         ready: what the engine reported when its model was loaded; None before the first time.
-        restarts: engines that were started after the first one.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class EngineLifecycle(ABC):
         self._timeout = timeout
         self._watchdog: Watchdog | None = None
         self._watching: asyncio.Task[None] | None = None
-        self.restarts = 0
+        self._restarts = 0
         self._launch = launch
         self._gives_way = gives_way and sys.platform == "linux"
         # A process gets the priority of the thread that starts it, and a thread that of its parent.
@@ -94,6 +93,11 @@ class EngineLifecycle(ABC):
         if self._state is None and self._watchdog is not None:
             return self._watchdog.trouble
         return self._state
+
+    @property
+    def restarts(self) -> int:
+        """Engines that were started after the first one."""
+        return self._restarts
 
     @property
     def alive(self) -> bool:
@@ -269,7 +273,7 @@ class EngineLifecycle(ABC):
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
             self._state = f"{trouble}; another is loading the model"
-            self.restarts += 1
+            self._restarts += 1
             try:
                 await self._start()
             except Exception as error:

@@ -16,7 +16,8 @@ class Connections:
     def __init__(self) -> None:
         self._joining: deque[Replica] = deque()  # to be read from now on
         self._waker, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
 

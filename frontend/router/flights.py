@@ -28,34 +28,38 @@ class Flight:
 
     Attributes:
         number: of the client's call, until it is answered.
-        left: sequences that have not ended; of a search, results that have not come.
-        counted: whether a search has said how many results it has.
+        results: sequences that are to end; of a search, results that are to come.
+        ended: those that have, by their index: the replica and the client may both say so.
         replica: where it is; None: it waits for one.
         since: when it began to wait for a replica.
         moved: whether it has been sent to another replica since its first one ended.
-        full: replicas, by their numbers, whose queues are full.
+        full: replicas whose queues are full.
     """
 
     number: int | None
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    left: int = 0
+    results: int = 1
+    ended: set[int] = field(default_factory=set)
     replica: Replica | None = None
     since: float = 0.0
     began: bool = False
     moved: bool = False
-    counted: bool = False
-    full: set[int] = field(default_factory=set)
+    full: set[Replica] = field(default_factory=set)
 
     @property
     def name(self) -> str:
         return str(self.args[0])
 
-    @property
-    def sequences(self) -> int:
-        """How many it has; of a search one, until it is counted."""
-        return self.args[2].num_sequences if self.method == "add_request" else 1
+    def begin(self) -> None:
+        """Nothing of it has ended; a search may yet say that it has fewer results than wanted."""
+        self.began, self.ended = False, set()
+        match self.method:
+            case "add_request":
+                self.results = self.args[2].num_sequences
+            case "add_beam_search":
+                self.results = self.args[2].num_results
 
 
 class Flights:
@@ -96,7 +100,7 @@ class Flights:
     ) -> None:
         """Begins a request, by one of the calls `ADDING`."""
         flight = Flight(number, method, args, kwargs)
-        flight.left = flight.sequences
+        flight.begin()
         self._flights[flight.name] = flight
         self._send(flight)
 
@@ -104,23 +108,25 @@ class Flights:
         """Runs a request again of which the client was told that it is lost."""
         flight = self._lost.pop(name)
         self._flights[flight.name] = flight
-        flight.began, flight.moved, flight.left = False, True, flight.sequences
+        flight.begin()
+        flight.moved = True
         self._send(flight)
 
     def abort(self, name: str, index: int | None = None) -> None:
         """Ends a request, or one of its sequences; if it is not there, nothing happens."""
-        self._lost.pop(name, None)
-        if self._parked.pop(name, None) is not None:
-            del self._flights[name]
-            return
         flight = self._flights.get(name)
-        if flight is None or flight.replica is None:
+        if index is not None:
+            # Of a request that is to run again, the client asks this for outputs that are void.
+            if flight is not None and flight.replica is not None and index not in flight.ended:
+                flight.replica.send((None, "abort", (name, index), {}))
+                self._note_end(flight, index)
             return
-        args = (name,) if index is None else (name, index)
-        flight.replica.send((None, "abort", args, {}))
-        flight.left -= 1
-        if index is None or not flight.left:
-            self._end(flight)
+        self._lost.pop(name, None)
+        if flight is None:
+            return
+        if flight.replica is not None:
+            flight.replica.send((None, "abort", (name,), {}))
+        self._end(flight)
 
     # -- what replicas say -------------------------------------------------------------------
 
@@ -138,12 +144,10 @@ class Flights:
             if is_short(row):
                 continue
             output = step_output(row)
-            if output.num_results is not None and not flight.counted:
-                flight.left, flight.counted = output.num_results, True
+            if output.num_results is not None:
+                flight.results = output.num_results
             if output.finish_reason is not None:
-                flight.left -= 1
-                if not flight.left:
-                    self._end(flight)
+                self._note_end(flight, output.index)
         return kept
 
     def take_verdict(self, flight: Flight, replica: Replica, failed: bool, result: Any) -> None:
@@ -151,11 +155,12 @@ class Flights:
         if flight.replica is not replica or self._flights.get(flight.name) is not flight:
             return
         if failed and isinstance(result, QueueFull):
-            flight.full.add(replica.number)
-            if flight.full < {each.number for each in self._members.taking}:
+            flight.full.add(replica)
+            if any(each not in flight.full for each in self._members.taking):
                 self._router.end(flight.name)
                 replica.flights.discard(flight.name)
                 self._send(flight)
+                self._members.check_emptied(replica)
                 return
         number, flight.number = flight.number, None
         if failed:
@@ -200,7 +205,8 @@ class Flights:
         """Sends a request to the replica that the router chooses; without one it waits."""
         tokens, more = flight.args[1], flight.kwargs
         place, priority = place_of(more), more.get("priority", 0)
-        choice = self._router.choose(tokens, place, priority=priority, without=flight.full)
+        full = {each.number for each in flight.full if each in self._members}
+        choice = self._router.choose(tokens, place, priority=priority, without=full)
         if choice is None:
             if flight.name not in self._parked:
                 flight.replica, flight.since = None, self._clock()
@@ -215,8 +221,14 @@ class Flights:
             more = more | {"held_elsewhere": choice.elsewhere}
         self._calls.send(replica, flight, flight.method, flight.args, more)
 
+    def _note_end(self, flight: Flight, index: int) -> None:
+        flight.ended.add(index)
+        if len(flight.ended) >= flight.results:
+            self._end(flight)
+
     def _end(self, flight: Flight) -> None:
         self._flights.pop(flight.name, None)
+        self._parked.pop(flight.name, None)
         self._router.end(flight.name)
         replica = flight.replica
         if replica is not None:

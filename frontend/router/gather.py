@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,37 +14,58 @@ from coppice.frontend.router.members import Members
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.report.merged import merged_pins, merged_report, merged_stats
 from coppice.runtime.report.snapshot import EngineStats, PinState
+from coppice.runtime.requests.lora_request import LoRARequest
 
 log = logging.getLogger(__name__)
 
 GATHER_SECONDS = 10.0  # for the answers of all replicas
 STATS_SECONDS = 3.0  # for their counts, which /metrics reports after 5 s, come what may
+PIN_SECONDS = 1.5  # for those of the others once one has answered, where requests wait for it
+
+# Requests wait for these (cache_control), and another call may follow each: see `Gatherings.begin`.
+_PINNING = ("put_pin", "unpin")
+# What these change, `Kept` knows. A replica that joins before they are answered gets them, too.
+_CHANGING = (*_PINNING, "load_lora", "unload_lora", "reset_cache", "sleep", "wake_up")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Gathering:
     """The answers of one call, as they come.
 
     Attributes:
         number: of the client's call; None: nobody waits for the answer.
         waits: replicas that have not answered.
-        deadline: until when they may.
+        begun: when it was sent.
     """
 
     number: int | None
     method: str
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     waits: set[str]
-    deadline: float
+    begun: float
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
+
+    @property
+    def deadline(self) -> float:
+        """Until when replicas may answer."""
+        seconds = STATS_SECONDS if self.method == "stats" else GATHER_SECONDS
+        if self.method in _PINNING and (self.results or self.errors):
+            seconds = PIN_SECONDS
+        return self.begun + seconds
 
     def take(self, replica: str, failed: bool, result: Any) -> None:
         """Takes the answer of one replica."""
         if replica in self.waits:
             self.waits.discard(replica)
             (self.errors if failed else self.results)[replica] = result
+
+    def forget(self, replica: str) -> None:
+        """Forgets a replica that is gone, and its answer: its counts are kept elsewhere."""
+        self.waits.discard(replica)
+        self.results.pop(replica, None)
+        self.errors.pop(replica, None)
 
     def answer(self, left: Sequence[EngineStats]) -> Any:
         """The one answer; `left`: the counts of replicas that are gone.
@@ -74,6 +95,11 @@ def _pins(results: list[Sequence[PinState]]) -> tuple[PinState, ...]:
     return merged_pins(pin for pins in results for pin in pins)
 
 
+def _adapters(results: list[list[LoRARequest]]) -> list[LoRARequest]:
+    """Those that any replica has: one that was started again has none while no ingress is there."""
+    return list({each.lora_name: each for listed in results for each in listed}.values())
+
+
 #: By the name of the call.
 COMBINED: Mapping[str, Callable[[list[Any]], Any]] = {
     "has_unfinished": any,
@@ -82,7 +108,7 @@ COMBINED: Mapping[str, Callable[[list[Any]], Any]] = {
     "unpin": any,
     "load_lora": _first,
     "unload_lora": _first,
-    "list_loras": _first,
+    "list_loras": _adapters,
     "reset_cache": _first,
     "sleep": _first,
     "wake_up": _first,
@@ -95,80 +121,142 @@ GATHERED = {*COMBINED, "stats", "cache_report"}
 
 
 @dataclass(slots=True)
-class Kept:
-    """What replicas have been told that one that joins must be told, too."""
+class _Pin:
+    """A pin that replicas have.
 
-    pins: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    Attributes:
+        call: what makes it.
+        ends: when its TTL ends, as far as is known here: replicas notice each use, and say so only
+            when they are asked for pins or a report. None: never.
+    """
+
+    call: tuple[Any, ...]
+    ends: float | None
+
+    def called(self, now: float) -> tuple[Any, ...]:
+        """What makes it on another replica, for the time that is left."""
+        if self.ends is None:
+            return self.call
+        return (*self.call[:3], {**self.call[3], "ttl": self.ends - now})
+
+
+@dataclass(slots=True)
+class Kept:
+    """What replicas have been told that one that joins must be told, too.
+
+    `now` is the time in seconds.
+    """
+
+    pins: dict[str, _Pin] = field(default_factory=dict)
     adapters: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     asleep: tuple[Any, ...] | None = None
 
-    def note(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes a call that every replica has answered without an error."""
-        call = (None, method, args, dict(kwargs))
-        match method:
+    def note(self, gathering: Gathering, result: Any, now: float) -> None:
+        """Notes the answer, which is no error, of a call to every replica."""
+        args, kwargs = gathering.args, gathering.kwargs
+        call = (None, gathering.method, args, kwargs)
+        match gathering.method:
             case "put_pin":
-                self.pins[args[0]] = call
+                ttl = kwargs.get("ttl")
+                self.pins[args[0]] = _Pin(call, None if ttl is None else now + ttl)
             case "unpin":
                 self.pins.pop(args[0], None)
+            case "list_pins":
+                self._renew(result, now)
+            case "cache_report":
+                self._renew(result.pins, now)
             case "reset_cache":
                 self.pins.clear()
             case "load_lora":
-                self.adapters[args[0].lora_name] = call
+                name = args[0].lora_name
+                self.adapters[name] = call
+                if kwargs.get("replace"):
+                    self._forget_pins_of(name)
             case "unload_lora":
                 self.adapters.pop(args[0], None)
+                self._forget_pins_of(args[0])
             case "sleep":
                 self.asleep = call
             case "wake_up":
                 self.asleep = None
+        self._forget_ended(now)
 
-    def undone(self, gathering: Gathering) -> tuple[Any, ...] | None:
-        """What undoes a call that some replicas refused, for those that did not; None: nothing.
+    def undone(self, gathering: Gathering, now: float) -> list[tuple[Any, ...]]:
+        """What undoes a call that some replicas have refused, for those that have not.
 
         All replicas are to be alike.
         """
+        self._forget_ended(now)
         args = gathering.args
         match gathering.method:
             case "put_pin" if args[0] not in self.pins:
-                return None, "unpin", (args[0],), {}
+                return [(None, "unpin", (args[0],), {})]
             case "load_lora":
                 before = self.adapters.get(args[0].lora_name)
                 if before is None:
-                    return None, "unload_lora", (args[0].lora_name,), {}
+                    return [(None, "unload_lora", (args[0].lora_name,), {})]
                 if gathering.kwargs.get("replace"):
-                    return (*before[:3], {**before[3], "replace": True})
+                    return [(*before[:3], {**before[3], "replace": True})]
+            case "reset_cache":
+                return [pin.called(now) for pin in self.pins.values()]
             case "sleep" if self.asleep is None:
-                return None, "wake_up", (), {}
-        return None
+                return [(None, "wake_up", (), {})]
+        return []
 
-    def calls(self) -> list[tuple[Any, ...]]:
+    def calls(self, now: float) -> list[tuple[Any, ...]]:
         """For a replica that joins."""
+        self._forget_ended(now)
+        pins = [pin.called(now) for pin in self.pins.values()]
         last = [] if self.asleep is None else [self.asleep]
-        return [*self.adapters.values(), *self.pins.values(), *last]
+        return [*self.adapters.values(), *pins, *last]
+
+    def _renew(self, pins: Iterable[PinState], now: float) -> None:
+        """Takes over how long pins have left, which is longer if they were used."""
+        for pin in pins:
+            kept = self.pins.get(pin.name)
+            if kept is not None and kept.ends is not None and pin.seconds_left is not None:
+                kept.ends = max(kept.ends, now + pin.seconds_left)
+
+    def _forget_ended(self, now: float) -> None:
+        for name, pin in list(self.pins.items()):
+            if pin.ends is not None and pin.ends <= now:
+                del self.pins[name]
+
+    def _forget_pins_of(self, adapter: str) -> None:
+        """Forgets the pins of an adapter that is unloaded, as replicas do."""
+        for name, pin in list(self.pins.items()):
+            lora = pin.call[3].get("lora_request")
+            if lora is not None and lora.lora_name == adapter:
+                del self.pins[name]
 
 
 class Gatherings:
-    """Asks every replica, and answers the client once all have answered. Not thread-safe.
-
-    Attributes:
-        kept: what one that joins must be told.
-    """
+    """Asks every replica, and answers the client once all have answered. Not thread-safe."""
 
     def __init__(
         self, members: Members, calls: Calls, answers: Answers, clock: Callable[[], float]
     ) -> None:
-        self.kept = Kept()
         self._members, self._calls, self._answers, self._clock = members, calls, answers, clock
-        self._left = list[EngineStats]()  # the counts of replicas that are gone
+        self._kept = Kept()
+        self._open: list[Gathering] = []  # that are not answered, the first one first
+        self._left: list[EngineStats] = []  # the counts of replicas that are gone
 
     def begin(
         self, number: int | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Sends a call to all replicas."""
-        replicas = self._members.by_name
-        deadline = self._clock() + (STATS_SECONDS if method == "stats" else GATHER_SECONDS)
-        gathering = Gathering(number, method, args, kwargs, set(replicas), deadline)
-        for replica in replicas.values():
-            self._calls.send(replica, gathering, method, args, kwargs)
+        """Sends a call to all replicas.
+
+        Where requests wait for it, those that have not answered an earlier call in time get it and
+        are not waited for, unless that is true of all.
+        """
+        waits = set(self._members.by_name)
+        if method in _PINNING:
+            late = {each.name for each in self._members.by_name.values() if each.late}
+            waits = waits - late or waits
+        gathering = Gathering(number, method, args, kwargs, waits, self._clock())
+        self._open.append(gathering)
+        for replica in self._members.by_name.values():
+            self._ask(gathering, replica)
         self._check(gathering)
 
     def take(self, gathering: Gathering, replica: Replica, failed: bool, result: Any) -> None:
@@ -178,15 +266,25 @@ class Gatherings:
             replica.stats = result
         self._check(gathering)
 
-    def keep_counts(self, replica: Replica) -> None:
-        """Keeps the counts of a replica that is gone, for later reports."""
-        if replica.stats is not None:
-            self._left = [merged_stats({}, [*self._left, replica.stats])]
+    def join(self, replica: Replica) -> None:
+        """Tells a replica that joins what others were told, and what they have not answered yet."""
+        for call in self._kept.calls(self._clock()):
+            replica.send(call)
+        for gathering in self._open:
+            if gathering.method in _CHANGING:
+                gathering.waits.add(replica.name)
+                self._ask(gathering, replica)
 
-    def do_without(self, gathering: Gathering, replica: Replica) -> None:
-        """Waits no more for the answer of one replica."""
-        gathering.waits.discard(replica.name)
-        self._check(gathering)
+    def leave(self, replica: Replica) -> None:
+        """Does without a replica that is gone, whose counts are kept for later reports."""
+        if replica.stats is not None:
+            try:
+                self._left = [merged_stats({}, [*self._left, replica.stats])]
+            except Exception:  # no report is worth the thread of the hub, which calls this
+                log.exception("what replica %s has counted can't be kept", replica.name)
+        for gathering in list(self._open):
+            gathering.forget(replica.name)
+            self._check(gathering)
 
     def check_deadlines(self, now: float) -> None:
         """Does without those that are late; what they counted last stays, so that no sum falls."""
@@ -196,21 +294,30 @@ class Gatherings:
         for replica, gathering in late:
             assert isinstance(gathering, Gathering)
             log.warning("replica %s has not answered %s", replica.name, gathering.method)
+            replica.late = True
             if gathering.method == "stats" and replica.stats is not None:
                 gathering.take(replica.name, False, replica.stats)
-            self.do_without(gathering, replica)
+            gathering.waits.discard(replica.name)
+            self._check(gathering)
+
+    def _ask(self, gathering: Gathering, replica: Replica) -> None:
+        waits = gathering if replica.name in gathering.waits else None
+        self._calls.send(replica, waits, gathering.method, gathering.args, gathering.kwargs)
 
     def _check(self, gathering: Gathering) -> None:
+        """Answers the client if all have answered; undoes what only some have done."""
         if gathering.waits:
             return
+        self._open.remove(gathering)
         try:
             result = gathering.answer(self._left)
         except Exception as error:
-            undoing = self.kept.undone(gathering)
-            for name in gathering.results if undoing is not None else ():
-                if name in self._members.by_name:
-                    self._members.by_name[name].send(undoing)
+            undoing = self._kept.undone(gathering, self._clock())
+            for replica in self._members.by_name.values():
+                if replica.name not in gathering.errors:  # it has done it, or is late and will
+                    for call in undoing:
+                        replica.send(call)
             self._answers.answer(gathering.number, True, error)
             return
-        self.kept.note(gathering.method, gathering.args, gathering.kwargs)
+        self._kept.note(gathering, result, self._clock())
         self._answers.answer(gathering.number, False, result)

@@ -28,26 +28,34 @@ from coppice.frontend.router.namespaces import place_of
 from coppice.frontend.router.policy import Router
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.process.messages import PING, Door, End, Leaving, Pulse, Told
+from coppice.runtime.requests.request import Unfinished
 
 log = logging.getLogger(__name__)
 
 _DUE_SECONDS = 0.5  # between two looks at the clock while something waits
 _AT_ONCE = 200  # changes of a tree that are applied while no call can be routed
+_WHILE_IDLE = ("reset_cache", "sleep")  # calls that engines refuse while requests run
 
 
 class Hub:
     """What an `EngineClient` launches as its engine; replicas come and go while it runs.
 
     What becomes of the requests of a replica that ends is said in `flights`.
+
+    Attributes:
+        name: by which replicas know it.
+        router: decides.
+        restarts: replicas that have come in place of others that had ended by themselves.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, router: Router | None = None
     ) -> None:
         """`clock` gives seconds; `router`: another one than `Router(clock)`."""
-        #: By which replicas know it.
         self.name = secrets.token_hex(8)
         self.router = router or Router(clock)
+        self.restarts = 0
+        self._missing = 0  # replicas that have ended by themselves, and are not replaced yet
         self._clock = clock
         self._answers, self._outputs = Answers(), Outputs(self.take, self.kill)
         self._lock = threading.RLock()  # for the next four, the router and replicas' attributes
@@ -75,8 +83,10 @@ class Hub:
                 self._members.add(replica)
                 replica.send((None, "introduce", (self.name,), {}))
                 replica.send((None, "subscribe", (), {}))
-                for call in self._gatherings.kept.calls():
-                    replica.send(call)
+                self._gatherings.join(replica)
+                if self._missing:
+                    self._missing -= 1
+                    self.restarts += 1
                 if first:
                     self._outputs.put(self._members.model)
                 self._connections.add(replica)
@@ -163,19 +173,31 @@ class Hub:
     ) -> None:
         if method in ADDING:
             self._flights.add(number, method, args, kwargs)
+            self._wake_if_parked()
         elif method == "abort":
             self._flights.abort(*args)
         elif method == "again":
             self._flights.again(args[0])
+            self._wake_if_parked()
         elif method == "peek":
             self._peek(number, args, kwargs)
+        elif method in _WHILE_IDLE and self._flights:
+            # An engine without requests would do it, and only the others would refuse.
+            count = len(self._flights)
+            error = Unfinished(f"{method}: refused while {count} requests are unfinished")
+            self._answers.answer(number, True, error)
         elif method in GATHERED:
             self._gatherings.begin(number, method, args, kwargs)
             self._connections.wake()  # so that the deadline is seen
         else:
             names = ", ".join([*ADDING, "abort", "peek", *sorted(GATHERED - {"check"}), "check"])
-            error = ValueError(f"method must be one of {names}, got {method!r}")
-            self._answers.answer(number, True, error)
+            unknown = ValueError(f"method must be one of {names}, got {method!r}")
+            self._answers.answer(number, True, unknown)
+
+    def _wake_if_parked(self) -> None:
+        """Has the thread look at the clock if a request waits for a replica."""
+        if self._flights.parked:
+            self._connections.wake()
 
     def _peek(self, number: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         choice = self.router.choose(args[0], place_of(kwargs))
@@ -220,7 +242,10 @@ class Hub:
                     reason = item.reason
                 elif isinstance(item, tuple):
                     with self._lock:
+                        replica.late = False
                         self._take_answer(*item)
+                        if replica in self._members:  # else its number may be another one's
+                            self.router.heard(replica.number)
         except Exception as error:
             if not isinstance(error, EOFError | OSError):
                 log.exception("what replica %s sent can't be used", replica.name)
@@ -233,9 +258,13 @@ class Hub:
     def _take_told(self, replica: Replica, told: Told) -> None:
         for begin in range(0, len(told.changes), _AT_ONCE):
             with self._lock:
+                if replica not in self._members:  # its number may be another one's
+                    return
                 self.router.apply(replica.number, told.changes[begin : begin + _AT_ONCE])
         if told.load is not None:
             with self._lock:
+                if replica not in self._members:
+                    return
                 self.router.measured(replica.number, told.load.prefill_tokens_a_second)
 
     def _take_answer(self, sent: int, failed: bool, result: Any) -> None:
@@ -259,14 +288,14 @@ class Hub:
             log.info("%s", text)
         else:
             log.error("%s; requests that it had: %d", text, len(replica.flights))
-        self._gatherings.keep_counts(replica)
+        if not replica.draining:
+            self._missing += 1
         for _, waits in self._calls.drop(lambda whose, _: whose is replica):
-            if isinstance(waits, Gathering):
-                self._gatherings.do_without(waits, replica)
-            elif isinstance(waits, int):
+            if isinstance(waits, int):
                 self._answers.answer(waits, True, EngineStopped(text))
         self._flights.leave(replica, text)
         self._members.check_emptied(replica)
+        self._gatherings.leave(replica)
         self._connections.wake()
 
     def _check_deadlines(self) -> None:

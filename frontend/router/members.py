@@ -22,7 +22,8 @@ class Members:
     Attributes:
         by_name: all that are connected.
         by_number: the same, by their places in the router.
-        model: what the first one has said of its engine, without its door; None before.
+        model: what the first of those that take requests has said of its engine, without its door;
+            None while none does.
     """
 
     def __init__(self, router: Router, clock: Callable[[], float]) -> None:
@@ -55,9 +56,10 @@ class Members:
         replica.number = next(number for number in count() if number not in self.by_number)
         self.by_name[replica.name] = self.by_number[replica.number] = replica
         self._note_absence()
-        self._router.join(replica.number, places=replica.ready.max_num_seqs)
+        ready = replica.ready
+        self._router.join(replica.number, places=ready.max_num_seqs, caching=ready.caching)
         if self.model is None:
-            self.model = replace(replica.ready, door=None)
+            self.model = replace(ready, door=None)
 
     def drain(self, name: str, emptied: Callable[[], object]) -> bool:
         """Has it take no more requests, and calls `emptied` once it has none.
@@ -97,7 +99,9 @@ class Members:
     def _note_absence(self) -> None:
         if self.taking:
             self._absent_since = None
-        elif self._absent_since is None:
+            return
+        self.model = None  # those that come next may all be another one: they were updated
+        if self._absent_since is None:
             self._absent_since = self._clock()
 
     def _check(self, replica: Replica) -> None:

@@ -5,7 +5,8 @@ The expected time at a replica is a sum of seconds:
     what is ahead      uncached tokens of requests that it has not answered yet, at its rate, and
                        what each of them takes besides, as was measured; only of classes that are
                        served before the request's
-    what is overdue    how much longer it has already taken for them than its rate says
+    what is overdue    how much longer it has already taken for them than its rate says, or for
+                       those that were given up, if it has not been heard of since
     the prompt         the tokens that it does not hold, at its rate
     what it costs      the time for which sequences that run there are held back by these tokens,
                        by their share of the places that it has; and for which those will wait that
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coppice.frontend.router.debts import Debts
 from coppice.frontend.router.namespaces import AdapterVersions
 from coppice.frontend.router.overhead import RequestOverhead
 from coppice.frontend.router.promised import Promised
@@ -103,6 +105,8 @@ class Router:
         self._ahead = np.zeros(0)  # their tokens
         self._queued = np.zeros(0)  # how many they are
         self._overhead = RequestOverhead()
+        self._debts = Debts()
+        self._caching: set[int] = set()  # replicas that keep prompts, and report them
         # Requests with an answer whose prompts a replica has not reported yet.
         self._unreported: dict[int, list[str]] = {}
         self._classes = False  # whether any request had a priority
@@ -112,10 +116,11 @@ class Router:
 
     # -- replicas ----------------------------------------------------------------------------
 
-    def join(self, replica: int, *, places: int = 64) -> None:
+    def join(self, replica: int, *, places: int = 64, caching: bool = True) -> None:
         """Lets a replica, an integer from 0 on, take requests; it holds nothing yet.
 
-        `places`: most sequences that it runs together. Raises ValueError if it is there already.
+        `places`: most sequences that it runs together; `caching`: whether it keeps prompts. Raises
+        ValueError if it is there already.
         """
         if replica < 0 or places < 1:
             raise ValueError(
@@ -138,6 +143,8 @@ class Router:
         self._places[replica] = places
         self._progress[replica] = self._clock()
         self._waiting[replica] = {}
+        if caching:
+            self._caching.add(replica)
 
     def leave(self, replica: int) -> tuple[list[str], list[str]]:
         """Takes a replica out, dead or not: its requests without an answer, and those with a part.
@@ -154,6 +161,8 @@ class Router:
         del self._waiting[replica]
         self._unreported.pop(replica, None)
         self._measured.discard(replica)
+        self._caching.discard(replica)
+        self._debts.forget(replica)
         unanswered = [name for name, each in mine if not each.began]
         return unanswered, [name for name, each in mine if each.began]
 
@@ -161,6 +170,7 @@ class Router:
         """Takes what a replica reports of its tree. Raises ValueError as `ReplicaIndex.apply`."""
         if replica not in self._waiting:
             return
+        self._debts.forget(replica)
         for change in changes:
             self.index.apply(replica, self._versions.placed(change))
         left = []
@@ -180,9 +190,14 @@ class Router:
 
     def measured(self, replica: int, tokens_a_second: float) -> None:
         """Takes the rate at which a replica computes prompts, as it has measured."""
+        self._debts.forget(replica)
         if replica in self._waiting and tokens_a_second > 0:
             self._rate[replica] = tokens_a_second
             self._measured.add(replica)
+
+    def heard(self, replica: int) -> None:
+        """Notes that a replica has answered a call: it is not stuck."""
+        self._debts.forget(replica)
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -217,6 +232,7 @@ class Router:
             tokens_ahead, requests_ahead = self._ahead_of(priority)
             ahead = tokens_ahead / rate + requests_ahead * each
         overdue = np.where(self._queued > 0, now - self._progress - every, 0.0)
+        self._debts.raise_overdue(overdue, now)
         own = (count - hits) / rate
         held_back = own * np.minimum(self._running / self._places, 1.0)
         seconds = ahead + np.maximum(overdue, 0.0) + own
@@ -252,7 +268,8 @@ class Router:
         self._classes |= priority != 0
         self._ahead[replica] += missing
         self._queued[replica] += 1
-        self._promised.add(request, replica, prompt, namespace)
+        if replica in self._caching:
+            self._promised.add(request, replica, prompt, namespace)
 
     def began(self, request: str) -> None:
         """Notes the first token of a request."""
@@ -261,7 +278,9 @@ class Router:
             return
         replica, now = flight.replica, self._clock()
         flight.began = True
-        self._unreported.setdefault(replica, []).append(request)
+        self._debts.forget(replica)
+        if replica in self._caching:
+            self._unreported.setdefault(replica, []).append(request)
         self._running[replica] += 1
         self._answered(request, flight)
         begun = max(flight.sent, self._progress[replica])
@@ -278,11 +297,16 @@ class Router:
         flight = self._flights.pop(request, None)
         if flight is None:
             return
+        replica = flight.replica
         if flight.began:
-            self._running[flight.replica] -= 1
+            self._running[replica] -= 1
         else:
+            every = self._ahead[replica] / self._rates()[replica]
+            every += self._queued[replica] * self._overhead.seconds
+            now = self._clock()
+            self._debts.give_up(replica, float(self._progress[replica] + every), now)
             self._answered(request, flight)
-            self._progress[flight.replica] = self._clock()
+            self._progress[replica] = now
         self._promised.remove(request)
 
     def unanswered(self, replica: int) -> int:

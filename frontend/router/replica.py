@@ -23,6 +23,7 @@ class Replica:
         draining: whether it gets no new requests.
         flights: the names of the requests that it has.
         stats: its counts, as they were told last.
+        late: whether it has not answered a call in time, and no other one since.
     """
 
     def __init__(self, name: str, connection: MessageSocket, ready: Ready) -> None:
@@ -31,6 +32,7 @@ class Replica:
         self.draining = False
         self.flights: set[str] = set()
         self.stats: EngineStats | None = None
+        self.late = False
         self._connection = connection
         self._channel = Channel(connection)
 

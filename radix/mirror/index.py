@@ -102,10 +102,10 @@ class ReplicaIndex:
             raise ValueError(f"change: {change} is of node {error}, which is unknown") from None
 
     def leave(self, replica: int) -> None:
-        """Forgets all that a replica holds. O(its nodes)."""
+        """Forgets all that a replica holds. O(nodes on its way)."""
         bit = 1 << replica
-        for node, _ in self._places.pop(replica, {}).values():
-            self._leave(node, 0, bit)
+        for node, start in self._places.pop(replica, {}).values():
+            self._leave(node, start, bit)  # what lies above is in places of its own
         for namespace in self._spaces.pop(replica, {}).values():
             self._close(namespace)
 

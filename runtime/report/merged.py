@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from coppice.radix.accounting.counts import Counts
 from coppice.radix.accounting.merged import merged_accounts, merged_nodes, merged_prefixes
@@ -25,9 +26,11 @@ from coppice.runtime.report.snapshot import (
     TreeReport,
 )
 
+_Stats = TypeVar("_Stats", bound=EngineStats)
+
+_PAGES = ("pages_total", "pages_free", "pages_cached", "pages_pinned", "pages_held")
 # Those that say how an engine is now, not what it has done since its start.
-_NOW = ("pages_total", "pages_free", "pages_cached", "pages_pinned", "pages_held",
-        "requests_running", "requests_waiting", "cuda_graphs", "cuda_graph_seconds",
+_NOW = (*_PAGES, "requests_running", "requests_waiting", "cuda_graphs", "cuda_graph_seconds",
         "cuda_graph_bytes")  # fmt: skip
 _NO_SUMS = ("page_size", "num_pins", "resident_bytes", "adapters", "tiers", "replicas")
 
@@ -36,7 +39,8 @@ def merged_stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats] =
     """The counts of several replicas together. O(replicas).
 
     Counts, histograms and pages are sums; `resident_bytes` too, if all replicas know theirs. A pin
-    is on every replica, and counts once.
+    is on every replica, and counts once. Where the sizes of the replicas' pages differ, as while an
+    update changes them, each page counts as several of the greatest size that divides all.
 
     Args:
         parts: the replicas that there are, by name; each gets a `ReplicaReport`.
@@ -44,7 +48,7 @@ def merged_stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats] =
             they had at the end, such as pages and running requests, is not. Several of them may be
             merged before, without parts.
 
-    Raises ValueError if there are neither, and if the replicas' pages have different sizes.
+    Raises ValueError if there are neither.
     """
     return EngineStats(**_stats(parts, left))
 
@@ -62,12 +66,12 @@ def merged_report(
         parts: the replicas that there are, by name, at least one.
         left: as in `merged_stats`; their counts join those since the start.
 
-    Raises ValueError if there is no replica, and if the replicas differ in the size of pages, the
-    eviction policy or the model's windows.
+    Raises ValueError if there is no replica, and if the replicas differ in the model's windows.
     """
-    reports = [parts[name] for name in sorted(parts)]
-    if not reports:
+    if not parts:
         raise ValueError("parts: at least one replica is needed, got none")
+    parts = _with_equal_pages(parts)
+    reports = [parts[name] for name in sorted(parts)]
     gone = sum((each.counts for each in left), Counts())
     recent = [each for report in reports for each in report.recent]
     recent.sort(key=lambda each: -each.seconds_ago)
@@ -75,7 +79,7 @@ def merged_report(
     trees = [report.tree for report in reports if report.tree is not None]
     return CacheReport(
         **_stats(parts, left) | {"num_pins": len(pins)},
-        eviction_policy=_same("eviction_policy", [each.eviction_policy for each in reports]),
+        eviction_policy=" and ".join(sorted({each.eviction_policy for each in reports})),
         accounts=merged_accounts([report.accounts for report in reports], gone),
         recent=tuple(recent[-RECENT_REQUESTS:]),
         pins=pins,
@@ -86,12 +90,12 @@ def merged_report(
 
 def _stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats]) -> dict[str, Any]:
     """The fields of the merged `EngineStats`."""
+    parts = _with_equal_pages(parts)
     names = sorted(parts)
     present = [parts[name] for name in names]
     everyone = [*present, *left]
     if not everyone:
         raise ValueError("parts: at least one replica is needed, got none")
-    page_size = _same("page_size", [each.page_size for each in everyone])
     sums = [each.name for each in fields(EngineStats) if each.name not in _NO_SUMS]
     merged = {
         name: _sum([getattr(each, name) for each in (present if name in _NOW else everyone)])
@@ -101,13 +105,36 @@ def _stats(parts: Mapping[str, EngineStats], left: Sequence[EngineStats]) -> dic
     tiers += [each.tiers.ended() for each in left if each.tiers is not None]
     known = [each.resident_bytes for each in present if each.resident_bytes is not None]
     return merged | {
-        "page_size": page_size,
+        "page_size": (present or left)[0].page_size,
         "num_pins": max((each.num_pins for each in present), default=0),
         "resident_bytes": sum(known) if known and len(known) == len(present) else None,
         "adapters": _adapters(present, left),
         "tiers": reduce(TiersReport.plus, tiers) if tiers else None,
         "replicas": tuple(_replica(name, parts[name]) for name in names),
     }
+
+
+def _with_equal_pages(parts: Mapping[str, _Stats]) -> dict[str, _Stats]:
+    """The same, with pages of one size."""
+    size = math.gcd(*(each.page_size for each in parts.values()))
+    return {name: _in_pages_of(size, each) for name, each in parts.items()}
+
+
+def _in_pages_of(size: int, stats: _Stats) -> _Stats:
+    """The same, counted in pages of `size` tokens, which divides the size of its own."""
+    times = stats.page_size // size
+    if times == 1:
+        return stats
+    changed: dict[str, Any] = {name: getattr(stats, name) * times for name in _PAGES}
+    if isinstance(stats, CacheReport) and stats.windows is not None:
+        changed["windows"] = replace(stats.windows, pages_old=stats.windows.pages_old * times)
+    if isinstance(stats, CacheReport) and stats.tree is not None:
+        prefixes = tuple(
+            replace(each, resident_pages=each.resident_pages * times)
+            for each in stats.tree.prefixes
+        )
+        changed["tree"] = replace(stats.tree, prefixes=prefixes)
+    return replace(stats, page_size=size, **changed)
 
 
 def _replica(name: str, stats: EngineStats) -> ReplicaReport:
@@ -169,13 +196,19 @@ def merged_pins(pins: Iterable[PinState]) -> tuple[PinState, ...]:
     found: dict[str, PinState] = {}
     for pin in pins:
         if (other := found.get(pin.name)) is not None:
-            left = None
-            if pin.seconds_left is not None and other.seconds_left is not None:
-                left = max(pin.seconds_left, other.seconds_left)
-            cached = max(pin.cached_tokens, other.cached_tokens)
-            pin = replace(other, cached_tokens=cached, seconds_left=left)
+            pin = replace(
+                other,
+                cached_tokens=max(pin.cached_tokens, other.cached_tokens),
+                ttl=_longest(pin.ttl, other.ttl),  # one that joined has what was left of it then
+                seconds_left=_longest(pin.seconds_left, other.seconds_left),
+            )
         found[pin.name] = pin
     return tuple(found.values())
+
+
+def _longest(one: float | None, other: float | None) -> float | None:
+    """Of two times, None if one of them has no end."""
+    return None if one is None or other is None else max(one, other)
 
 
 def _windows(reports: Sequence[WindowReport]) -> WindowReport | None:

@@ -232,7 +232,7 @@ class CacheReport(EngineStats):
     """What the cache saved, why tokens missed, and what another size of cache would do.
 
     Attributes:
-        eviction_policy: that of the pool.
+        eviction_policy: that of the pool; of replicas that differ, all of theirs: "lfu and lru".
         accounts: tokens by cause over three windows, near misses, hit rate by size of the cache.
         recent: the causes of the last requests one by one, oldest first.
         pins: the prefixes that are kept on purpose.

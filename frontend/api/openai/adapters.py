@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -13,12 +14,14 @@ from pydantic import Field
 
 from coppice.frontend.api.served_model import ServedModel
 from coppice.frontend.client.engine import EngineClient
-from coppice.frontend.errors import BadRequest, bad_value
+from coppice.frontend.errors import BadRequest, EngineStopped, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.lora_modules import Module
 from coppice.frontend.http.routes import Route
 from coppice.frontend.strict import Body, Unicode, must_be, read
 from coppice.runtime.requests.lora_request import LoRARequest
+
+log = logging.getLogger(__name__)
 
 _Text: TypeAlias = Annotated[str, Field(min_length=1), must_be("a text that is not empty"), Unicode]
 _Number: TypeAlias = Annotated[int, Field(ge=1), must_be("an integer of at least 1")]
@@ -80,12 +83,32 @@ class AdapterRoutes:
         ]
 
     async def start(self, modules: Sequence[Module]) -> None:
-        """Loads the adapters that the server starts with. Raises ValueError if one can't be."""
+        """Loads the adapters that the server starts with, and takes over those that are there.
+
+        Replicas have some if there was another ingress before. Raises ValueError if one of
+        `modules` can't be loaded.
+        """
+        found = list[LoRARequest]()
+        with suppress(EngineStopped):  # those that are there all hang; others may come
+            found = await self._engine.ask("list_loras")
+        for asked in found:
+            if asked.lora_name not in self._model.names:
+                self._model.adapters[asked.lora_name] = asked, self._model.name
         for each in modules:
             try:
-                await self.load(each.name, each.path, base=each.base_model_name)
+                await self.load(each.name, each.path, base=each.base_model_name, replace=True)
             except ValueError as error:
                 raise ValueError(f"lora_modules: {each.name!r}: {error}") from error
+        for asked in found:
+            if asked.lora_name not in {each.name for each in modules}:
+                await self._load_again(asked)
+
+    async def _load_again(self, asked: LoRARequest) -> None:
+        """Loads an adapter that is there, so that replicas that have come or will come get it."""
+        try:
+            await self._engine.ask("load_lora", asked, replace=True)
+        except (EngineStopped, ValueError) as error:
+            log.warning("adapter %r can't be loaded again: %s", asked.lora_name, error)
 
     async def load(
         self,

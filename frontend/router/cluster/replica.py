@@ -15,7 +15,7 @@ from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.http import logs
 from coppice.frontend.router.cluster.scaling import BUSY, busy
-from coppice.frontend.router.cluster.settings import ClusterSettings
+from coppice.frontend.router.cluster.settings import ClusterSettings, Kind
 from coppice.frontend.router.cluster.slots import Slot
 from coppice.frontend.text.model.loading import load_around
 from coppice.runtime.config import CPU_FRACTION, EngineConfig
@@ -37,6 +37,7 @@ class EngineReplica:
         `reserved`: what Ray keeps for it, by the names of its resources.
         """
         logs.configure(settings.options.log_format, settings.options.log_level)
+        self._kind = settings.kind
         # Ray sets 1, whatever it reserves; the engine's process takes it from here.
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(reserved["CPU"])))
         config = _own_share(settings.config, reserved)
@@ -59,6 +60,10 @@ class EngineReplica:
             timeout=settings.options.engine_timeout or None,
         )
         await self._engine.start()
+
+    async def kind(self, name: str) -> Kind:
+        """That of its settings; ingresses of other kinds leave this replica, `name`, alone."""
+        return self._kind
 
     async def session(self, name: str, hub: str) -> AsyncIterator[tuple[str, Door]]:
         """Where the engine takes callers: now, and again whenever it was started anew.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.text.model.options import TextOptions
@@ -13,6 +13,19 @@ from coppice.runtime.config import EngineConfig
 # A server's requests come from many users: none may wait much longer than it would in order of
 # arrival, and no prompt may delay the answers of others. A single user's batch has no such limits.
 SERVER_DEFAULTS = {"overtaking": 0.15, "max_step_stretch": 2.5}
+
+# Of an engine's options, those that its ingress must have, too. Requests say nothing of the others.
+_ALIKE = (
+    "model",
+    "revision",
+    "max_model_len",
+    "enable_prefix_caching",
+    "model_impl",
+    "enable_lora",
+)
+
+#: See `ClusterSettings.kind`; it can be pickled.
+Kind: TypeAlias = tuple[Hashable, ...]
 
 
 def _option(default: Any, help: str) -> Any:
@@ -119,16 +132,24 @@ class ClusterSettings:
                 f"{self.config.kv_events_endpoint!r}"
             )
 
+    @property
+    def kind(self) -> Kind:
+        """What must be equal for an ingress to send requests to a replica.
+
+        It has a tokenizer of the model, and loads the adapters.
+        """
+        parts = (getattr(self.config, name) for name in _ALIKE)
+        return (*parts, self.text.tokenizer, self.options.lora_modules)
+
     def of_ingress(self) -> ClusterSettings:
         """Those that the ingress needs. Serve replaces it with the replicas, whatever changes."""
-        names = ("model", "revision", "max_model_len", "enable_prefix_caching", "model_impl")
-        needed = {name: getattr(self.config, name) for name in names}
+        needed = {name: getattr(self.config, name) for name in _ALIKE}
         one = ClusterOptions(replicas=1)
         return replace(self, config=EngineConfig(**needed), cluster=one)
 
     def of_replica(self) -> ClusterSettings:
         """Those that a replica needs; neither keys nor certificates are among them."""
-        kept = ("log_format", "log_level", "engine_timeout")
+        kept = ("log_format", "log_level", "engine_timeout", "lora_modules")
         options = ServerOptions(**{name: getattr(self.options, name) for name in kept})
         one = ClusterOptions(replicas=1)
         return ClusterSettings(self.config, self.text, options, one, engines_at=self.engines_at)

@@ -10,14 +10,17 @@ import socket
 import threading
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 from coppice.frontend.http import logs
+from coppice.frontend.router.cluster.handed import Holder
 from coppice.frontend.router.cluster.settings import ClusterSettings
 from coppice.frontend.text.model.loading import load_around
 
 _REACH_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # between two looks whether all replicas are there
 _SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # an empty frame: its length, type, flags, stream
+_ANSWER_SECONDS = 5.0  # for an ingress, which may be dead
 _STORE_BYTES = 100 << 20  # of Ray's object store, through which no request passes
 
 
@@ -35,7 +38,6 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
         from ray.serve.schema import LoggingConfig
 
         from coppice.frontend.router.cluster.application import NAME
-        from coppice.frontend.router.cluster.handed import Holder
     except ImportError as error:
         raise ValueError(
             f"replicas is {settings.cluster.replicas}; it needs Ray: "
@@ -83,24 +85,43 @@ def serve_replicas(settings: ClusterSettings, listener: socket.socket) -> None:
                 raise ValueError(f"the replicas could not be started: {error.cause}") from None
             while not stop.wait(1.0):
                 pass
-            running = handle.running.remote().result()
-            print(f"stopping; requests still running: {running}", flush=True)
-
-            def end_in_order() -> None:
-                if signals[0] == signal.SIGTERM:
-                    handle.drain.remote().result()
-                holder.close()  # else connections would wait for an ingress that does not come
-                serve.delete(NAME)
-
-            ending = threading.Thread(target=end_in_order, daemon=True)
-            ending.start()
-            while ending.is_alive() and not hurry.is_set():
-                ending.join(0.2)
-            ours = ending.is_alive()
+            grace = settings.options.drain_grace if signals[0] == signal.SIGTERM else None
+            ours = not _ended(handle, holder, grace, hurry)
     finally:
         if ours and not started:
             serve.delete(NAME, _blocking=False)
         ray.shutdown()
+
+
+def _ended(handle: Any, holder: Holder, grace: float | None, hurry: threading.Event) -> bool:
+    """Ends the application in order; returns whether it is deleted, which it may not be in a hurry.
+
+    `handle`: of its ingress, which refuses requests for `grace` seconds before; None: it does not.
+    """
+    deleted = threading.Event()
+    ending = threading.Thread(target=_end, args=(handle, holder, grace, deleted), daemon=True)
+    ending.start()
+    while ending.is_alive() and not hurry.is_set():
+        ending.join(0.2)
+    return deleted.is_set()
+
+
+def _end(handle: Any, holder: Holder, grace: float | None, deleted: threading.Event) -> None:
+    from ray import serve
+
+    from coppice.frontend.router.cluster.application import NAME
+
+    try:
+        running = handle.running.remote().result(timeout_s=_ANSWER_SECONDS)
+        print(f"stopping; requests still running: {running}", flush=True)
+        if grace is not None:
+            handle.drain.remote().result(timeout_s=grace + _ANSWER_SECONDS)
+    except Exception as error:  # it has died, and there may be no other one yet
+        print(f"the ingress does not answer: {type(error).__name__}", flush=True)
+    finally:
+        holder.close()  # else connections would wait for an ingress that does not come
+        serve.delete(NAME)
+        deleted.set()
 
 
 def _connect(address: str | None) -> bool:

@@ -140,7 +140,9 @@ class Adapters:
         files = read_adapter(folder, self._model, self._max_rank)
         identity = f"{asked.lora_name}@{files.digest[:16]}"
         if old is not None and old.identity == identity:
-            return old
+            same = Adapter(asked, old.number, identity, old.invocation, old.mark)
+            self._named[asked.lora_name] = same  # requests ask for it as it is asked for now
+            return same
         back = self._retiring.pop(identity, None)
         if back is None:
             self._check_room(asked, old)

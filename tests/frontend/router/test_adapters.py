@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,15 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from coppice.frontend.api.openai.adapters import AdapterRoutes
+from coppice.frontend.api.served_model import ServedModel
+from coppice.frontend.http.json_bodies import JsonBodies
+from coppice.frontend.http.lora_modules import Module
 from coppice.frontend.python.llm import LLM
+from coppice.frontend.router.client import ReplicasClient
+from coppice.frontend.router.hub import Hub
 from coppice.frontend.router.namespaces import Place
+from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.frontend.router.test_hub import text_of, until
@@ -125,3 +133,66 @@ async def test_a_version_that_one_replica_refuses_leaves_the_one_before(
         await client.ask("load_lora", new, replace=True)
     await client.ask("list_loras")  # answered after what undoes it
     assert [each.engine.adapters.listed() for each in replicas] == [[old], [old]]
+
+
+class Ingress:
+    """The client of a hub, and the adapters that its server knows."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.hub = Hub()
+        self.client = ReplicasClient(self.hub, tokenizer)
+        self.model = ServedModel(["tiny"], "tiny")
+        bodies = JsonBodies(lambda: 512, 10.0)
+        self.adapters = AdapterRoutes(self.model, self.client, bodies)
+
+    async def start(self, modules: list[Module], **replicas: Any) -> None:
+        for name, each in replicas.items():
+            await asyncio.to_thread(self.hub.join, name, "127.0.0.1", each.door)
+        await self.client.start()
+        await self.adapters.start(modules)
+
+    @property
+    def known(self) -> dict[str, LoRARequest]:
+        return {name: asked for name, (asked, _) in self.model.adapters.items()}
+
+
+@pytest.mark.parametrize("killed", [True, False])
+async def test_the_next_ingress_takes_over_the_adapters(
+    replica: Any, tokenizer: Tokenizer, made: Callable[[int], LoRARequest], killed: bool
+) -> None:
+    """Those of the option, which it loads itself, and those that were loaded over HTTP."""
+    module = Module("legal", made(1).lora_path)
+    there, fresh, later = (replica(enable_lora=True) for _ in range(3))
+    first = Ingress(tokenizer)
+    await first.start([module], a=there)
+    await first.adapters.load("medical", made(2).lora_path, number=7)
+    if killed:
+        await first.client.stop()
+    second = Ingress(tokenizer)
+    await second.start([module], b=fresh, a=there)
+    assert second.known == first.known
+    await asyncio.to_thread(second.hub.join, "later", "127.0.0.1", later.door)
+    await second.client.ask("has_unfinished")  # which `later` answers after what it was told
+    for each in (there, fresh, later):
+        assert {asked.lora_name: asked for asked in each.engine.adapters.listed()} == first.known
+    for asked in second.known.values():
+        assert await text_of(second.client, TEXT, lora_request=asked)
+    await second.adapters.load("medical", made(3).lora_path, replace=True)
+    assert second.known["medical"].lora_int_id == 7
+    await second.client.stop()
+    if not killed:
+        await first.client.stop()
+
+
+async def test_an_adapter_whose_files_are_gone_hinders_no_ingress(
+    replica: Any, tokenizer: Tokenizer, made: Callable[[int], LoRARequest]
+) -> None:
+    there, first, second = replica(enable_lora=True), Ingress(tokenizer), Ingress(tokenizer)
+    await first.start([], a=there)
+    asked = made(1)
+    await first.adapters.load("legal", asked.lora_path)
+    shutil.rmtree(asked.lora_path)
+    await second.start([], a=there)
+    assert await text_of(second.client, TEXT, lora_request=second.known["legal"])
+    for each in (first, second):
+        await each.client.stop()

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from coppice.frontend.client.engine import EngineClient
-from coppice.frontend.errors import EngineStopped
+from coppice.frontend.errors import EngineStopped, RequestFailed
 from coppice.frontend.router import flights, members
+from coppice.frontend.router.client import ReplicasClient
+from coppice.frontend.router.gather import PIN_SECONDS
+from coppice.frontend.router.hub import Hub
 from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.process.sockets import connect
 from coppice.runtime.report.snapshot import CacheReport, EngineStats
@@ -233,23 +237,60 @@ async def test_pins_adapters_and_sleep_reach_those_that_join_later(
     assert peek.cached_tokens == 0
 
 
-async def test_what_one_replica_refuses_no_other_does(cluster: Any) -> None:
+async def test_a_pin_that_has_ended_does_not_come_back(cluster: Any, replica: Any) -> None:
+    client, _ = await cluster(1)
+    await client.ask("put_pin", "p", client.tokenizer.encode(TEXTS[0]), ttl=0.3)
+    await asyncio.sleep(0.4)
+    later = replica()
+    await asyncio.to_thread(client.hub.join, "later", "127.0.0.1", later.door)
+    assert await client.ask("list_pins") == ()
+
+
+async def test_a_reset_while_a_request_runs_changes_nothing(cluster: Any) -> None:
     client, replicas = await cluster(2)
+    await client.ask("put_pin", "p", client.tokenizer.encode(TEXTS[0]))
+    await text_of(client, TEXTS[0])
     for each in replicas:
         each.slow = 0.02
-    running = asyncio.create_task(text_of(client, TEXTS[0], LONG))
+    running = asyncio.create_task(text_of(client, TEXTS[1], LONG))
     await until(lambda: any(each.engine.num_unfinished for each in replicas))
+    cached = [each.engine.tree.cached_tokens for each in replicas]
+    with pytest.raises(Unfinished, match="reset_cache: refused while 1 requests are unfinished"):
+        await client.ask("reset_cache")
+    await client.ask("list_pins")
+    for each, before in zip(replicas, cached, strict=True):
+        each.slow = 0.0
+        assert each.engine.tree.cached_tokens >= before
+        assert [pin.name for pin in each.engine.pins] == ["p"]
+    await running
+    await client.ask("reset_cache")
+    assert not any(each.engine.tree.cached_tokens for each in replicas)
+
+
+async def test_what_one_replica_refuses_no_other_does(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    ids = client.tokenizer.encode(TEXTS[0])
+    await client.ask("put_pin", "kept", ids)
+    other = ReplicasClient(Hub(), client.tokenizer)  # as the next ingress, while an update runs
+    await asyncio.to_thread(other.hub.join, "r0", "127.0.0.1", replicas[0].door)
+    await other.start()
+    replicas[0].slow = 0.02
+    running = asyncio.create_task(text_of(other, TEXTS[0], LONG))
+    await until(lambda: replicas[0].engine.num_unfinished == 1)
     with pytest.raises(Unfinished, match="sleep: refused while 1 requests are unfinished"):
         await client.ask("sleep", 1)
     await until(lambda: not any(each.engine.asleep for each in replicas))
-    for each in replicas:
-        each.slow = 0.0
+    with pytest.raises(Unfinished, match="reset_cache: refused"):
+        await client.ask("reset_cache")
+    await client.ask("list_pins")  # answered after what undoes it
+    assert [[pin.name for pin in each.engine.pins] for each in replicas] == [["kept"]] * 2
+    replicas[0].slow = 0.0
     await running
-    ids = client.tokenizer.encode(TEXTS[0])
+    await other.stop()
     replicas[0].engine.pin("handbook", ids[:5])
     with pytest.raises(ValueError, match="there is a pin named 'handbook' already"):
         await client.ask("put_pin", "handbook", ids)
-    await until(lambda: not len(replicas[1].engine.pins))
+    await until(lambda: [pin.name for pin in replicas[1].engine.pins] == ["kept"])
 
 
 async def test_refusals_and_aborts(cluster: Any) -> None:
@@ -272,6 +313,105 @@ async def test_refusals_and_aborts(cluster: Any) -> None:
     await until(lambda: not any(each.engine.num_unfinished for each in replicas))
     assert not client.hub._flights
     assert client.running == 0
+
+
+async def test_pins_do_not_wait_for_a_replica_that_hangs(cluster: Any) -> None:
+    client, replicas = await cluster(2)
+    for each in replicas:
+        each.slow = 8.0
+    running = asyncio.create_task(text_of(client, TEXTS[0], SamplingParams(max_tokens=1)))
+    await until(lambda: any(each.engine.num_unfinished for each in replicas))
+    (busy,) = (each for each in replicas if each.engine.num_unfinished)
+    ids = client.tokenizer.encode(TEXTS[0])
+    begun = time.monotonic()
+    await client.ask("put_pin", "p", ids)
+    assert PIN_SECONDS <= time.monotonic() - begun < PIN_SECONDS + 2
+    begun = time.monotonic()
+    await client.ask("put_pin", "q", ids[:5])
+    assert await client.ask("unpin", "q")
+    assert time.monotonic() - begun < 1.0
+    await running
+    assert [pin.name for pin in await client.ask("list_pins")] == ["p"]
+    assert [pin.name for pin in busy.engine.pins] == ["p"], "it has done what it was asked"
+
+
+async def test_a_search_whose_step_fails_ends(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, (only,) = await cluster(1)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    ids, search = client.tokenizer.encode(TEXTS[0]), BeamSearchParams(3, max_tokens=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(only.engine.runner, "run", broken)
+        async with (
+            asyncio.timeout(20),
+            await client.submit([(None, ids)], search.sampling, beam=search) as deltas,
+        ):
+            with pytest.raises(RequestFailed, match="the step failed: RuntimeError: broken"):
+                await deltas.outputs()
+    assert not client.hub._flights
+
+
+async def test_replicas_with_other_pages_are_reported_and_end(cluster: Any, replica: Any) -> None:
+    """As in an update that changes the size of pages and the eviction policy."""
+    client, (old,) = await cluster(1, page_size=16)
+    new = replica(page_size=32, eviction_policy="lfu")
+    await asyncio.to_thread(client.hub.join, "new", "127.0.0.1", new.door)
+    await asyncio.gather(*(text_of(client, text) for text in TEXTS))
+    report: CacheReport = await client.ask("cache_report")
+    pages = old.engine.num_pages + 2 * new.engine.num_pages
+    assert (report.page_size, report.pages_total) == (16, pages)
+    assert report.eviction_policy == "lfu and lru"
+    before: EngineStats = await client.ask("stats")
+    await asyncio.to_thread(old.end)
+    await until(lambda: client.hub.names == ["new"])
+    after: EngineStats = await client.ask("stats")
+    assert (after.page_size, after.pages_total) == (32, new.engine.num_pages)
+    assert after.counts == before.counts
+    assert (await client.ask("cache_report")).requests == len(TEXTS)
+    third = replica()
+    await asyncio.to_thread(client.hub.join, "third", "127.0.0.1", third.door)
+    await asyncio.to_thread(new.end)
+    await until(lambda: client.hub.names == ["third"])
+    assert (await client.ask("stats")).counts == before.counts
+    assert await text_of(client, TEXTS[0])
+
+
+async def test_those_that_took_the_place_of_a_dead_one_are_counted(
+    cluster: Any, replica: Any
+) -> None:
+    client, (first,) = await cluster(1)
+    assert client.restarts == 0
+    await asyncio.to_thread(first.end)
+    await until(lambda: client.hub.names == [])
+    for name in ("second", "third"):
+        await asyncio.to_thread(client.hub.join, name, "127.0.0.1", replica().door)
+        assert client.restarts == 1, "a further one replaces none"
+    client.hub.drain("second")
+    client.hub.leave("second", "it was drained")
+    await asyncio.to_thread(client.hub.join, "fourth", "127.0.0.1", replica().door)
+    assert client.restarts == 1
+
+
+def test_a_request_without_a_replica_waits_no_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else wakes the thread of the hub."""
+    monkeypatch.setattr(flights, "PATIENCE", 0.1)
+    hub = Hub()
+    _, answers = hub.channels()
+    time.sleep(0.2)  # until its thread waits
+    hub.take((1, "add_request", ("r", array("i", [1, 2]), GREEDY), {}))
+    deadline = time.monotonic() + 5
+    while not answers.wait(0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ((number, failed, error),) = answers.receive()
+    assert (number, failed, type(error)) == (1, True, EngineStopped)
+    hub.kill()
 
 
 async def test_answers_overtake_outputs(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

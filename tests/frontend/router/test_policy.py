@@ -167,6 +167,98 @@ def test_a_replica_that_is_stuck_gets_no_more() -> None:
     assert replica == 0
 
 
+def stuck(cluster: Cluster) -> array[int]:
+    """The prefix that replica 0 holds, which has not answered what its clients have given up."""
+    cluster.keep(0, prompt(1, 1000))
+    names = [cluster.send(prompt(1, 1000) + prompt(n, 20))[0] for n in range(2, 4)]
+    for name in names:
+        cluster.clock.now += 15  # it should have taken 0.04 s
+        cluster.router.end(name)
+    assert not cluster.router.unanswered(0)
+    return prompt(1, 1000)
+
+
+def test_a_replica_that_is_stuck_gets_no_more_once_its_clients_have_given_up() -> None:
+    cluster = Cluster(2)
+    held = stuck(cluster)
+    for seed in range(5, 8):
+        name, replica = cluster.send(held + prompt(seed, 20))
+        assert replica == 1
+        cluster.router.end(name)
+        cluster.router.heard(1)
+
+
+def test_who_gives_up_soon_counts_once_an_answer_would_be_due() -> None:
+    cluster = Cluster(2)
+    cluster.keep(0, prompt(1, 5000))
+    for seed in range(4):  # each would take a second
+        name, replica = cluster.send(prompt(1, 5000) + prompt(10 + seed, 1000))
+        assert replica == 0
+        cluster.clock.now += 0.2
+        cluster.router.end(name)
+    cluster.clock.now += 10
+    assert cluster.send(prompt(1, 5000) + prompt(20, 1000))[1] == 1
+
+
+@pytest.mark.parametrize("sign", ["load", "change", "answer", "token", "time"])
+def test_a_replica_that_works_again_is_tried_again(sign: str) -> None:
+    cluster = Cluster(2)
+    held, router = stuck(cluster), cluster.router
+    match sign:
+        case "load":
+            router.measured(0, RATE)
+        case "change":
+            cluster.keep(0, prompt(9, 10))
+        case "answer":
+            router.heard(0)
+        case "token":
+            router.send("late", _to(0), held)  # type: ignore[arg-type]
+            assert cluster.send(held + prompt(5, 20))[1] == 1
+            router.began("late")
+        case "time":
+            cluster.clock.now += 19
+            assert cluster.send(held + prompt(5, 20))[1] == 1
+            cluster.clock.now += 2
+    assert cluster.send(held + prompt(6, 20))[1] == 0
+
+
+def test_a_client_that_gives_up_leaves_a_replica_that_works_as_good_as_before() -> None:
+    cluster = Cluster(2)
+    cluster.keep(0, prompt(1, 1000))
+    name, _ = cluster.send(prompt(1, 1000) + prompt(2, 20))
+    cluster.clock.now += 0.01
+    cluster.router.end(name)
+    cluster.router.measured(0, RATE)  # as its load has changed
+    cluster.clock.now += 5
+    assert cluster.send(prompt(1, 1000) + prompt(3, 20))[1] == 0
+
+
+def test_who_comes_in_place_of_a_stuck_one_owes_nothing() -> None:
+    cluster = Cluster(2)
+    held = stuck(cluster)
+    cluster.router.leave(0)
+    cluster.join(0)
+    cluster.keep(0, held)
+    assert cluster.send(held + prompt(5, 20))[1] == 0
+
+
+def test_prompts_at_a_replica_that_keeps_none_are_not_remembered() -> None:
+    clock = Clock()
+    router = Router(clock)
+    for replica in range(2):
+        router.join(replica, caching=False)
+    where = []
+    for number in range(20):
+        choice = router.choose(prompt(1))
+        assert choice is not None and not choice.hit
+        router.send(str(number), choice, prompt(1))
+        where.append(choice.replica)
+        if number % 2:
+            router.began(str(number))
+    assert where.count(0) == where.count(1)
+    assert not len(router._promised) and not any(router._unreported.values())
+
+
 def test_who_dies_gives_back_what_it_has_not_answered() -> None:
     cluster = Cluster(2)
     cluster.keep(0, prompt(1))
@@ -275,6 +367,9 @@ def test_all_counts_return_to_nothing() -> None:
     assert router._promised._index.nodes == 0
     assert not router._ahead.any() and not router._running.any()
     assert not any(router._waiting.values())
+    for replica in range(5):
+        router.leave(replica)
+    assert not router._debts._owed
 
 
 def test_a_rate_is_learnt_from_answers_where_none_is_reported() -> None:

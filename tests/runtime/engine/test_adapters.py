@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,19 @@ def test_too_many_adapters_are_refused_and_nothing_else(
         engine.add_request("third", PROMPT, GREEDY, lora_request=adapters[2])
     engine.adapters.unload(adapters[0].lora_name)
     assert len(run(engine, [(PROMPT, adapters[2])])) == 1
+
+
+def test_the_same_files_at_another_path_are_the_same_adapter(
+    llama: Path, adapters: list[LoRARequest], tmp_path: Path
+) -> None:
+    engine, adapter = start(llama), adapters[0]
+    engine.adapters.load(adapter)
+    run(engine, [(PROMPT, adapter)])
+    elsewhere = shutil.copytree(adapter.lora_path, tmp_path / "elsewhere")
+    moved = LoRARequest(adapter.lora_name, 7, str(elsewhere))
+    engine.adapters.load(moved, replace=True)
+    assert engine.adapters.listed() == [moved]
+    assert hits(engine, [(PROMPT, moved)]) == len(PROMPT) - 1, "requests ask for it as it is now"
 
 
 def test_names_and_numbers_stand_for_one_adapter(llama: Path, adapters: list[LoRARequest]) -> None:

@@ -161,16 +161,33 @@ def test_one_replica_is_as_it_is() -> None:
     assert merged.replicas[0].prompt_tokens == REPORT.prompt_tokens
 
 
+def test_pages_of_different_sizes_are_counted_in_pages_of_one() -> None:
+    windows = WindowReport(2, ((11, 1),), 9, 1, 64, 1.5, 512)
+    one = replace(REPORT, windows=windows)
+    two = replace(one, page_size=6, eviction_policy="lfu")  # the other has pages of 4 tokens
+    merged = merged_report({"a": one, "b": two}, [stats_of(REPORT)])
+    assert (merged.page_size, merged.eviction_policy) == (2, "lfu and lru")
+    for name in ("pages_total", "pages_free", "pages_cached", "pages_pinned", "pages_held"):
+        assert getattr(merged, name) == 5 * getattr(one, name)
+        parts = [getattr(each, name) for each in merged.replicas]
+        assert parts == [2 * getattr(one, name), 3 * getattr(one, name)]
+    assert merged.windows is not None
+    assert merged.windows.pages_old == 5 * windows.pages_old
+    found = zip(merged.top_prefixes, one.top_prefixes, strict=True)
+    assert all(each.resident_pages == 5 * prefix.resident_pages for each, prefix in found)
+    assert merged_stats({"a": one, "b": two}).pages_total == merged.pages_total
+
+
+def test_pages_of_those_that_left_have_no_size() -> None:
+    left = [full(), replace(full(2), page_size=32)]
+    assert merged_stats({}, left).requests == 3 * full().requests
+    for size in (16, 32):
+        there = {"a": replace(full(), page_size=size)}
+        assert merged_stats(there, left).page_size == size
+        assert merged_stats(there, [merged_stats({}, left)]) == merged_stats(there, left)
+
+
 def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="same page_size, got 16, 4"):
-        merged_stats({"a": full()}, [stats_of(REPORT)])
-    with pytest.raises(ValueError, match="same eviction_policy, got lfu, lru"):
-        merged_report(
-            {
-                "a": replace(REPORT, eviction_policy="lfu"),
-                "b": replace(REPORT, eviction_policy="lru"),
-            }
-        )
     windows = WindowReport(2, ((11, 1),), 9, 1, 64, 1.0, 512)
     other = replace(windows, windows=((12, 1),))
     with pytest.raises(ValueError, match="same windows"):
@@ -216,8 +233,8 @@ def test_adapters_by_their_identity() -> None:
 
 
 def test_a_pin_is_listed_once() -> None:
-    pin = PinState("p", None, 100, 40, 60.0, 12.0)
-    longer = replace(pin, cached_tokens=90, seconds_left=50.0)
+    pin = PinState("p", None, 100, 40, 20.0, 12.0)
+    longer = replace(pin, cached_tokens=90, ttl=60.0, seconds_left=50.0)
     other = PinState("q", None, 9, 9, None, None)
     parts = {
         "a": replace(REPORT, pins=(pin,)),

@@ -138,11 +138,13 @@ from coppice.frontend.router.cluster.start import serve_replicas
 
 class Unlike(application.EngineReplica):
     async def __init__(self, settings, reserved):
+        kind = settings.kind
         try:
             os.close(os.open(begun, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             settings = replace(settings, config=replace(settings.config, model=other))
         await super().__init__(settings, reserved)
+        self._kind = kind  # the path is the same
 
 model, other, begun = sys.argv[1:]
 application.EngineReplica = Unlike

@@ -125,6 +125,39 @@ async def test_an_update_fails_no_request(
 
 
 @pytest.mark.slow
+async def test_an_update_to_which_old_replicas_do_not_belong_fails_no_request(
+    deployments: Deployments, session: aiohttp.ClientSession
+) -> None:
+    """The next ingress waits for the first of the new replicas; the old ones keep theirs."""
+    url = deployments.url
+
+    async def longest() -> int:
+        async with session.get(f"{url}/v1/models") as response:
+            return int((await response.json())["data"][0]["max_model_len"])
+
+    await deployments.deploy()
+    assert await longest() == 512
+    async with (
+        Load(session, url, 5, max_tokens=30) as load,
+        Load(session, url, 3, stream=True, max_tokens=100) as streams,
+    ):
+        await load.more(10)
+        await streams.more(3)
+        replicas, (ingress,) = await names(session, url), deployments.ingresses
+        await deployments.deploy(max_model_len=450)
+
+        async def replaced() -> bool:
+            now, there = await names(session, url), deployments.ingresses
+            return len(now) == 2 and not now & replicas and len(there) == 1 and ingress not in there
+
+        await until(replaced)
+        assert await longest() == 450
+        await load.more(10)
+        await streams.more(3)
+    assert not load.failures + streams.failures
+
+
+@pytest.mark.slow
 async def test_connections_wait_at_the_door_for_the_next_ingress(
     deployments: Deployments, session: aiohttp.ClientSession
 ) -> None:
