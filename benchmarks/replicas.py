@@ -38,9 +38,9 @@ import aiohttp
 
 from common.harness import Rows, parser, processor, spread
 from coppice.frontend.client.process import EngineProcess
+from coppice.frontend.router.choosing.policy import Choice, Router
 from coppice.frontend.router.client import ReplicasClient
 from coppice.frontend.router.hub import Hub
-from coppice.frontend.router.policy import Choice, Router
 from coppice.frontend.text.model.loading import load_around
 from coppice.radix.tokens import Tokens, token_bytes
 from coppice.runtime.config import EngineConfig

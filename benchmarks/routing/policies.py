@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from coppice.frontend.router.policy import Router
+from coppice.frontend.router.choosing.policy import Router
 from coppice.radix.mirror.changes import Change
 from coppice.radix.tokens import common_prefix
 from routing.workloads import TOKEN_BYTES, Work
@@ -152,7 +152,7 @@ class RayPrefix(Guessed):
 
 
 class Ours:
-    """`coppice.frontend.router.policy`, with the times of its decisions."""
+    """`coppice.frontend.router.choosing.policy`, with the times of its decisions."""
 
     def __init__(self, replicas: int, places: int, rate: float) -> None:
         self._now = 0.0

@@ -1,6 +1,6 @@
 """Which of many replicas gets a request: the one at which it is expected to be answered first.
 
-`policy` decides, `hub` makes one engine of many, `cluster` runs them on Ray Serve. For
+`choosing` decides, `hub` makes one engine of many, `cluster` runs them on Ray Serve. For
 `serve deploy` and `serve run`, `app` makes the application.
 """
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from coppice.frontend.errors import EngineStopped
 from coppice.frontend.router.calls import Calls
+from coppice.frontend.router.choosing.namespaces import place_of
+from coppice.frontend.router.choosing.policy import Router
 from coppice.frontend.router.client_ends import Answers, Outputs
 from coppice.frontend.router.connections import Connections
 from coppice.frontend.router.flights import ADDING, Flight, Flights
 from coppice.frontend.router.gather import GATHERED, Gathering, Gatherings
 from coppice.frontend.router.members import Members
-from coppice.frontend.router.namespaces import place_of
-from coppice.frontend.router.policy import Router
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.process.messages import PING, Door, End, Leaving, Pulse, Told
 from coppice.runtime.requests.request import Unfinished

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 
-from coppice.frontend.router.policy import Router
+from coppice.frontend.router.choosing.policy import Router
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.process.messages import Ready
 

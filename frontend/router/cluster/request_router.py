@@ -11,8 +11,8 @@ from coppice.frontend.router.cluster import membership
 class ReplicaRouter(RequestRouter):
     """Serve's request router for replicas: a call goes to the one that its first argument names.
 
-    Which replica a prompt goes to is decided in the ingress (`frontend.router.policy`), with what
-    only it knows; Serve is asked for a session with each replica, and tells who is there.
+    Which replica a prompt goes to is decided in the ingress (`frontend.router.choosing.policy`),
+    with what only it knows; Serve is asked for a session with each replica, and tells who is there.
     """
 
     async def choose_replicas(

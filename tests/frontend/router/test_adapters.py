@@ -16,9 +16,9 @@ from coppice.frontend.api.served_model import ServedModel
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.lora_modules import Module
 from coppice.frontend.python.llm import LLM
+from coppice.frontend.router.choosing.namespaces import Place
 from coppice.frontend.router.client import ReplicasClient
 from coppice.frontend.router.hub import Hub
-from coppice.frontend.router.namespaces import Place
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.sampling_params import SamplingParams

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from coppice.frontend.router.calls import Calls
+from coppice.frontend.router.choosing.policy import Router
 from coppice.frontend.router.client_ends import Answers, Outputs
 from coppice.frontend.router.flights import Flights
 from coppice.frontend.router.members import Members
-from coppice.frontend.router.policy import Router
 from coppice.runtime.process.messages import Lost, Ready, step_row
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.pooling_recipe import Recipe

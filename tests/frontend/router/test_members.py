@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from coppice.frontend.router.choosing.policy import Router
 from coppice.frontend.router.members import Members
-from coppice.frontend.router.policy import Router
 from coppice.frontend.router.replica import Replica
 from coppice.runtime.process.messages import Ready
 from coppice.runtime.requests.pooling_recipe import Recipe

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coppice.frontend.router.overhead import RequestOverhead
+from coppice.frontend.router.choosing.overhead import RequestOverhead
 
 
 def test_it_is_what_answers_take_besides_their_tokens() -> None:

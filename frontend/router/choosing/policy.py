@@ -31,10 +31,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coppice.frontend.router.debts import Debts
-from coppice.frontend.router.namespaces import AdapterVersions
-from coppice.frontend.router.overhead import RequestOverhead
-from coppice.frontend.router.promised import Promised
+from coppice.frontend.router.choosing.debts import Debts
+from coppice.frontend.router.choosing.namespaces import AdapterVersions
+from coppice.frontend.router.choosing.overhead import RequestOverhead
+from coppice.frontend.router.choosing.promised import Promised
 from coppice.radix.mirror.changes import Change
 from coppice.radix.mirror.index import ReplicaIndex
 from coppice.radix.tokens import TOKEN_BYTES, Tokens, token_bytes

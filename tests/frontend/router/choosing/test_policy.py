@@ -7,8 +7,8 @@ from array import array
 
 import pytest
 
-from coppice.frontend.router.namespaces import Place
-from coppice.frontend.router.policy import Router
+from coppice.frontend.router.choosing.namespaces import Place
+from coppice.frontend.router.choosing.policy import Router
 from coppice.radix import PagePool, RadixTree
 from coppice.radix.mirror.changes import TreeChanges
 from coppice.radix.namespace import Namespace
@@ -335,7 +335,7 @@ def test_a_request_of_a_better_class_does_not_wait_for_others() -> None:
 
 
 def _to(replica: int) -> object:
-    from coppice.frontend.router.policy import Choice
+    from coppice.frontend.router.choosing.policy import Choice
 
     return Choice(replica, 0, 0.0)
 
