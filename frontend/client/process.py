@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.util import Finalize
 from typing import Any
 
 from coppice.runtime.config import EngineConfig
@@ -49,6 +50,8 @@ class EngineProcess:
         )
         self._reaping = threading.Lock()
         self._process.start()
+        # Else Python would wait for it at its end: an engine takes no SIGTERM.
+        Finalize(self, self._process.kill, exitpriority=1)
         for end in (theirs, their_answers):
             end.close()  # so that the pipe ends on this side when the process ends
 

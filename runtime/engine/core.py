@@ -77,6 +77,7 @@ class Engine:
             self.drafting = Drafting(config, Path(source))
             self.runner = open_runner(config, self.drafting.beside)
         with ExitStack() as undo:  # where something fails, nothing that was started runs on
+            undo.callback(self.drafting.close)
             undo.callback(self.runner.close)
             self._assemble(source, watch_lines, undo)
             undo.pop_all()

@@ -271,8 +271,8 @@ def engine_main(
     the process with an error, from which its parent knows that it must start another; a device that
     has failed for good ends it with `LOST_STATUS`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # those of a whole group: the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()  # a crash in native code prints its call stack
     channel, status = Channel(connection), 0
     try:
@@ -282,6 +282,8 @@ def engine_main(
         channel.send(_portable(error))
         channel.close()
     else:
+        # systemd and torchrun send it to the whole group; the parent has requests to end first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         gc.freeze()  # what is loaded stays: no collection needs to scan it
         try:
             EngineLoop(EngineService(engine), channel, Channel(answers), host).run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache.size import NOTHING_BESIDE, Beside
 from coppice.runtime.runner.loaded import LoadedModel
-from coppice.runtime.runner.ranks.interrupts import interrupts_wait
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.chunks import Schedule
 from coppice.runtime.schedule.paging import copy_batches
@@ -97,7 +95,7 @@ class ModelRunner(LoadedModel):
         )
         if self.window_keys is not None:
             self.window_keys.step(batch.plan.context_len, batch.plan.query_start)
-        with self._together():
+        with self.together():
             try:
                 if self.group.size > 1:
                     arrays = replace(batch, sampled=[], scored=[], pooled=[], drafts=())
@@ -116,10 +114,6 @@ class ModelRunner(LoadedModel):
                 self.group.end(f"rank 0 of the model: {type(error).__name__}: {error}")
                 raise
         return Computed(batch, logits, tokens)
-
-    def _together(self) -> AbstractContextManager[None]:
-        """What all ranks do together, or none: an interrupt comes before it or after it."""
-        return interrupts_wait() if self.group.size > 1 else nullcontext()
 
     def _run(
         self,
@@ -178,7 +172,7 @@ class ModelRunner(LoadedModel):
     @torch.inference_mode()
     def move_slots(self, sources: list[int], targets: list[int]) -> None:
         """Copies the KV of slots `sources` to `targets`, for accepted branches of drafts."""
-        with self._together():
+        with self.together():
             self.followers.tell("move_slots", sources, targets)
             self.attention.move_slots(self.kv_cache, sources, targets)
 

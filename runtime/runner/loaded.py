@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -44,6 +45,7 @@ from coppice.runtime.runner.graphs import (
 from coppice.runtime.runner.implementation import Model, choose
 from coppice.runtime.runner.page_tables import PageTables, entries_for
 from coppice.runtime.runner.ranks.following import Followers
+from coppice.runtime.runner.ranks.interrupts import interrupts_wait
 from coppice.runtime.runner.warm_up import (
     one_page_steps,
     time_drafts,
@@ -265,13 +267,17 @@ class LoadedModel:
         self.asleep = level
         self.graphs = None
         self._tables = self.attention.tables = None
-        self.decoder.compiled = None  # it holds addresses of weights and caches
         self.kv_cache.clear()
+        self._put_weights_away(level)
+
+    def _put_weights_away(self, level: int) -> None:
+        """Frees the device's memory of weights, whether or not all of them are there."""
         if self.adapters is not None:
             self.adapters.move(torch.device("cpu"))
         if level == 2:
-            del self.decoder
+            self.__dict__.pop("decoder", None)
         else:
+            self.decoder.compiled = None  # it holds addresses of weights and caches
             self.decoder.to("cpu")
         if self.device.type == "cuda":
             gc.collect()
@@ -285,24 +291,35 @@ class LoadedModel:
         Raises ValueError if the weights can't be read; it sleeps on then, as do all ranks if one of
         them can't.
         """
-        self.followers.tell("wake_up")
-        failed: Exception | None = None
-        try:
-            self._bring_weights()
-        except Exception as error:
-            failed = error
-        if not self.group.least(int(failed is None)):
-            if self.asleep == 2 and failed is None:
-                del self.decoder
-            if self.group.rank == 0:
-                raise failed or ValueError(
-                    "wake_up: another rank of the model can't load the weights; its log says why"
-                )
-            if failed is not None:
-                logger.error("rank %d can't wake up: %s", self.group.rank, failed)
-            return
-        self._make_cache()
-        self.asleep = 0
+        with self.together():
+            self.followers.tell("wake_up")
+            failed: Exception | None = None
+            try:
+                self._bring_weights()
+            except Exception as error:
+                failed = error
+            if not self.group.least(int(failed is None)):
+                self._put_weights_away(self.asleep)
+                if self.group.rank == 0:
+                    raise failed or ValueError(
+                        "wake_up: another rank of the model can't load the weights; its log says "
+                        "why"
+                    )
+                if failed is not None:
+                    logger.error("rank %d can't wake up: %s", self.group.rank, failed)
+                return
+            try:
+                self._make_cache()
+            except BaseException as error:
+                # The others go on, and would wait for this rank.
+                reason = f"{type(error).__name__}: {error}"
+                self.group.end(f"rank {self.group.rank} of the model: {reason}")
+                raise
+            self.asleep = 0
+
+    def together(self) -> AbstractContextManager[None]:
+        """What all ranks do together, or none: an interrupt comes before it or after it."""
+        return interrupts_wait() if self.group.size > 1 else nullcontext()
 
     def _bring_weights(self) -> None:
         """Reads the weights again, or brings them back to the device."""

@@ -54,6 +54,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     token = token_bytes(
         model, dtype.itemsize, partials=partials, quantized=config.quantization is not None
     )
+    if config.deterministic and config.tensor_parallel_size > 2:  # the parts of all ranks
+        token += config.tensor_parallel_size * model.hidden_size * dtype.itemsize
     logits = (config.most_seqs + SLICE_ROWS) * model.vocab_size * BYTES_A_LOGIT
     graphs = 0
     if not config.enforce_eager:

@@ -24,10 +24,12 @@ def interrupts_wait() -> Iterator[None]:
     def keep(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
+    woken = signal.set_wakeup_fd(-1)  # an event loop would hear of it twice
     signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(woken)
         if came:
             signal.raise_signal(signal.SIGINT)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import subprocess
+import sys
+import textwrap
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -159,3 +162,27 @@ async def test_its_calls_are_those_of_llm() -> None:
             inspect.signature(getattr(each, name)).parameters for each in (AsyncLLM, LLM)
         )
         assert list(ours)[2:3] == list(other)[2:3], name
+
+
+@pytest.mark.timeout(180)
+async def test_a_script_that_does_not_shut_down_ends(checkpoint: Path) -> None:
+    """Python waits for an engine that it has asked to end; none may be left, either."""
+    script = textwrap.dedent(f"""
+        import asyncio
+        from coppice import AsyncLLM
+
+        async def main():
+            llm = AsyncLLM({str(checkpoint)!r}, kv_cache_tokens=512)
+            async for output in llm.generate("The key"):
+                pass
+            print(llm._engine._engine.pid, flush=True)
+            raise SystemExit(7)
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 7, done.stderr
+    assert not Path(f"/proc/{int(done.stdout)}").exists()

@@ -268,6 +268,43 @@ def test_all_ranks_sleep_on_if_one_cannot_load_the_weights(
     assert run(engine) == before
 
 
+def test_an_interrupt_of_waking_up_waits_for_all_ranks(
+    tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_threads(tiny_checkpoint("llama"), 2)
+    before = run(engine)
+    engine.sleep(2)
+    load = LoadedModel._load_weights
+
+    def interrupted(runner: LoadedModel) -> None:
+        if runner.group.rank == 0:
+            signal.raise_signal(signal.SIGINT)
+        load(runner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoadedModel, "_load_weights", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.wake_up()
+    engine.wake_up()
+    assert run(engine) == before
+
+
+def test_a_rank_that_has_no_room_for_its_cache_ends_all(
+    tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_threads(tiny_checkpoint("llama"), 2)
+    engine.sleep(1)
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.runner, "_make_cache", fail)
+    with pytest.raises(MemoryError):
+        engine.wake_up()
+    with pytest.raises(DeviceLost, match="rank 0 of the model: MemoryError: no room"):
+        engine.check_device()
+
+
 def test_an_interrupt_waits_until_all_ranks_have_computed(
     tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
