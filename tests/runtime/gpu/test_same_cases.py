@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, tuple[str, str] | None]] = {
         "test_capturing_is_bounded_in_memory_and_time": (
             STEPS, "test_capturing_is_bounded_in_memory",
         ),
+        "test_ranks_capture_the_same_sizes": HOST,
         "test_options_are_checked": HOST,
         "test_graphs_where_there_can_be_none_are_refused": HOST,
         "test_the_triton_backend_replays_forks_beams_and_trees": (

@@ -153,12 +153,14 @@ def test_the_events_of_a_text(messages: Messages) -> None:
 
 
 def test_calls(messages: Messages) -> None:
-    said = dictated(f"I look.\n{CALL}\n{CALL}")
+    # Of a short one a busy server would send all in one piece.
+    place = " ".join(["Paris, by the river"] * 6)
+    said = dictated(f"I look.\n{CALL.replace('Paris', place)}\n{CALL}")
     made = messages.ok(tools=TOOLS, **said)
     assert made["stop_reason"] == "tool_use"
     text, call, other = made["content"]
     assert text == {"type": "text", "text": "I look."}
-    assert (call["name"], call["input"]) == ("weather", {"place": "Paris", "days": 3})
+    assert (call["name"], call["input"]) == ("weather", {"place": place, "days": 3})
     assert call["id"] != other["id"]
     events = messages.events(tools=TOOLS, **said)
     starts = [each for each in events if each["type"] == "content_block_start"]

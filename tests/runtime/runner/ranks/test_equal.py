@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -268,6 +268,15 @@ def test_all_ranks_sleep_on_if_one_cannot_load_the_weights(
     assert run(engine) == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, as it does not in a shell's background processes."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_waking_up_waits_for_all_ranks(
     tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +314,7 @@ def test_a_rank_that_has_no_room_for_its_cache_ends_all(
         engine.check_device()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_until_all_ranks_have_computed(
     tiny_checkpoint: Checkpoint, start_threads: StartRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
