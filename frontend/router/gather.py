@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 GATHER_SECONDS = 10.0  # for the answers of all replicas
 STATS_SECONDS = 3.0  # for their counts, which /metrics reports after 5 s, come what may
 PIN_SECONDS = 1.5  # for those of the others once one has answered, where requests wait for it
+_SOON, _LOOK = 15.0, 5.0  # before a pin's end replicas are asked whether it was used, so often
 
 # Requests wait for these (cache_control), and another call may follow each: see `Gatherings.begin`.
 _PINNING = ("put_pin", "unpin")
@@ -36,6 +38,7 @@ class Gathering:
         number: of the client's call; None: nobody waits for the answer.
         waits: replicas that have not answered.
         begun: when it was sent.
+        void: whether a later call, answered before, has undone it.
     """
 
     number: int | None
@@ -46,6 +49,7 @@ class Gathering:
     begun: float
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
+    void: bool = False
 
     @property
     def deadline(self) -> float:
@@ -127,7 +131,8 @@ class _Pin:
     Attributes:
         call: what makes it.
         ends: when its TTL ends, as far as is known here: replicas notice each use, and say so only
-            when they are asked for pins or a report. None: never.
+            when they are asked for pins or a report. It is forgotten once they don't list it any
+            more. None: never.
     """
 
     call: tuple[Any, ...]
@@ -170,23 +175,32 @@ class Kept:
             case "load_lora":
                 name = args[0].lora_name
                 self.adapters[name] = call
-                if kwargs.get("replace"):
-                    self._forget_pins_of(name)
+                if kwargs.get("replace"):  # with the same files replicas keep its pins
+                    for pin in self._pins_of(name).values():
+                        pin.ends = now
+            case "list_loras":
+                for asked in result:  # they are not unloaded where they can't be loaded again
+                    self.adapters.setdefault(
+                        asked.lora_name, (None, "load_lora", (asked,), {"replace": True})
+                    )
             case "unload_lora":
                 self.adapters.pop(args[0], None)
-                self._forget_pins_of(args[0])
+                for name in self._pins_of(args[0]):
+                    del self.pins[name]
             case "sleep":
                 self.asleep = call
             case "wake_up":
                 self.asleep = None
-        self._forget_ended(now)
+
+    def doubts(self, now: float) -> bool:
+        """Whether replicas should be asked for pins: the TTL of one seems to end."""
+        return any(pin.ends is not None and pin.ends < now + _SOON for pin in self.pins.values())
 
     def undone(self, gathering: Gathering, now: float) -> list[tuple[Any, ...]]:
         """What undoes a call that some replicas have refused, for those that have not.
 
         All replicas are to be alike.
         """
-        self._forget_ended(now)
         args = gathering.args
         match gathering.method:
             case "put_pin" if args[0] not in self.pins:
@@ -198,36 +212,37 @@ class Kept:
                 if gathering.kwargs.get("replace"):
                     return [(*before[:3], {**before[3], "replace": True})]
             case "reset_cache":
-                return [pin.called(now) for pin in self.pins.values()]
+                return self._pin_calls(now)
             case "sleep" if self.asleep is None:
                 return [(None, "wake_up", (), {})]
         return []
 
     def calls(self, now: float) -> list[tuple[Any, ...]]:
         """For a replica that joins."""
-        self._forget_ended(now)
-        pins = [pin.called(now) for pin in self.pins.values()]
         last = [] if self.asleep is None else [self.asleep]
-        return [*self.adapters.values(), *pins, *last]
+        return [*self.adapters.values(), *self._pin_calls(now), *last]
+
+    def _pin_calls(self, now: float) -> list[tuple[Any, ...]]:
+        there = [pin for pin in self.pins.values() if pin.ends is None or pin.ends > now]
+        return [pin.called(now) for pin in there]
 
     def _renew(self, pins: Iterable[PinState], now: float) -> None:
         """Takes over how long pins have left, which is longer if they were used."""
-        for pin in pins:
-            kept = self.pins.get(pin.name)
-            if kept is not None and kept.ends is not None and pin.seconds_left is not None:
-                kept.ends = max(kept.ends, now + pin.seconds_left)
-
-    def _forget_ended(self, now: float) -> None:
+        left = {pin.name: pin.seconds_left for pin in pins}
         for name, pin in list(self.pins.items()):
-            if pin.ends is not None and pin.ends <= now:
+            if name in left:
+                seconds = left[name]
+                pin.ends = None if seconds is None else now + seconds
+            elif pin.ends is not None and pin.ends <= now:
                 del self.pins[name]
 
-    def _forget_pins_of(self, adapter: str) -> None:
-        """Forgets the pins of an adapter that is unloaded, as replicas do."""
-        for name, pin in list(self.pins.items()):
+    def _pins_of(self, adapter: str) -> dict[str, _Pin]:
+        found = {}
+        for name, pin in self.pins.items():
             lora = pin.call[3].get("lora_request")
             if lora is not None and lora.lora_name == adapter:
-                del self.pins[name]
+                found[name] = pin
+        return found
 
 
 class Gatherings:
@@ -240,6 +255,7 @@ class Gatherings:
         self._kept = Kept()
         self._open: list[Gathering] = []  # that are not answered, the first one first
         self._left: list[EngineStats] = []  # the counts of replicas that are gone
+        self._asked = -math.inf  # when replicas were asked for pins last
 
     def begin(
         self, number: int | None, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -299,6 +315,9 @@ class Gatherings:
                 gathering.take(replica.name, False, replica.stats)
             gathering.waits.discard(replica.name)
             self._check(gathering)
+        if self._members.by_name and now - self._asked >= _LOOK and self._kept.doubts(now):
+            self._asked = now
+            self.begin(None, "list_pins", (), {})
 
     def _ask(self, gathering: Gathering, replica: Replica) -> None:
         waits = gathering if replica.name in gathering.waits else None
@@ -308,7 +327,8 @@ class Gatherings:
         """Answers the client if all have answered; undoes what only some have done."""
         if gathering.waits:
             return
-        self._open.remove(gathering)
+        place = self._open.index(gathering)
+        del self._open[place]
         try:
             result = gathering.answer(self._left)
         except Exception as error:
@@ -319,5 +339,9 @@ class Gatherings:
                         replica.send(call)
             self._answers.answer(gathering.number, True, error)
             return
-        self._kept.note(gathering, result, self._clock())
+        for earlier in self._open[:place] if gathering.method in ("unpin", "reset_cache") else ():
+            named = gathering.args[:1] in ((), earlier.args[:1])
+            earlier.void |= earlier.method == "put_pin" and named
+        if not gathering.void:
+            self._kept.note(gathering, result, self._clock())
         self._answers.answer(gathering.number, False, result)

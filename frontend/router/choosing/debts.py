@@ -30,8 +30,11 @@ class Debts:
         """Notes that a replica works, or is gone."""
         self._owed.pop(replica, None)
 
-    def raise_overdue(self, seconds: np.ndarray, now: float) -> None:
-        """Raises a replica's number in `seconds` to how long it has owed an answer."""
+    def raise_overdue(self, seconds: np.ndarray, queued: np.ndarray, now: float) -> None:
+        """Raises a replica's number in `seconds` to how long it has owed an answer.
+
+        `queued`: how many requests wait for one there. One that is tried again gets a single one.
+        """
         for replica, (due, given_up) in self._owed.items():
-            if now - given_up < _TRIED_AGAIN:
+            if now - given_up < _TRIED_AGAIN or queued[replica]:
                 seconds[replica] = max(seconds[replica], now - due)

@@ -232,7 +232,7 @@ class Router:
             tokens_ahead, requests_ahead = self._ahead_of(priority)
             ahead = tokens_ahead / rate + requests_ahead * each
         overdue = np.where(self._queued > 0, now - self._progress - every, 0.0)
-        self._debts.raise_overdue(overdue, now)
+        self._debts.raise_overdue(overdue, self._queued, now)
         own = (count - hits) / rate
         held_back = own * np.minimum(self._running / self._places, 1.0)
         seconds = ahead + np.maximum(overdue, 0.0) + own

@@ -14,6 +14,7 @@ import ray
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.http import logs
+from coppice.frontend.http.lora_modules import all_modules
 from coppice.frontend.router.cluster.scaling import BUSY, busy
 from coppice.frontend.router.cluster.settings import ClusterSettings, Kind
 from coppice.frontend.router.cluster.slots import Slot
@@ -21,6 +22,7 @@ from coppice.frontend.text.model.loading import load_around
 from coppice.runtime.config import CPU_FRACTION, EngineConfig
 from coppice.runtime.metrics.events.load import Load
 from coppice.runtime.process.messages import Door
+from coppice.runtime.requests.lora_request import LoRARequest
 
 _LOOK_SECONDS = 0.5  # between two looks whether the engine was started again
 _GONE_SECONDS = 5.0  # after which an ingress that is not connected counts as gone
@@ -60,6 +62,13 @@ class EngineReplica:
             timeout=settings.options.engine_timeout or None,
         )
         await self._engine.start()
+        for number, each in enumerate(all_modules(settings.options.lora_modules), 1):
+            # Here, too, so that an update that can't succeed ends with its first replica.
+            try:
+                asked = LoRARequest(each.name, number, each.path)
+                await self._engine.ask("load_lora", asked, replace=True)
+            except ValueError as error:
+                raise ValueError(f"lora_modules: {each.name!r}: {error}") from error
 
     async def kind(self, name: str) -> Kind:
         """That of its settings; ingresses of other kinds leave this replica, `name`, alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from functools import partial
 from typing import Any
 
@@ -92,6 +93,7 @@ class Sessions:
         """One replica, from its first address to its end."""
         reason = "its session ended"
         stream: Any = None
+        over = threading.Event()
         try:
             if await self._replicas.kind.remote(name) != self._kind:
                 log.info("replica %s has other settings: another ingress sends it requests", name)
@@ -100,7 +102,7 @@ class Sessions:
             stream = self._replicas.options(stream=True).session.remote(name, self._hub.name)
             async for host, door in stream:
                 self._hub.leave(name, "its engine was started again")
-                await self._join(name, host, door)
+                await self._join(name, host, door, over)
                 self._drain()
         except asyncio.CancelledError:
             reason = "it was drained"
@@ -108,14 +110,15 @@ class Sessions:
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
+            over.set()
             self._hub.leave(name, reason)
             if stream is not None:
                 with contextlib.suppress(Exception):
                     stream.cancel()
 
-    async def _join(self, name: str, host: str, door: Any) -> None:
+    async def _join(self, name: str, host: str, door: Any, over: threading.Event) -> None:
         try:
-            await asyncio.to_thread(self._connect, name, host, door)
+            await asyncio.to_thread(self._connect, name, host, door, over)
         except (OSError, ValueError) as error:
             log.error("replica %s gets no requests: %s", name, error)
             if isinstance(error, ValueError):
@@ -123,8 +126,9 @@ class Sessions:
         else:
             self.refused.pop(name, None)
 
-    def _connect(self, name: str, host: str, door: Any) -> None:
-        """In a thread, which goes on when its session is cancelled."""
+    def _connect(self, name: str, host: str, door: Any, over: threading.Event) -> None:
+        """In a thread, which goes on when its session ends: `over` is set then."""
         self._hub.join(name, host, door)
-        if name not in self._names:  # it was to end while the hub had nothing to drain yet
+        if over.is_set():
+            self._hub.drain(name, lambda: None)  # else it would count as one that has died
             self._hub.leave(name, "it was drained")

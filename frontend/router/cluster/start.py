@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -120,8 +120,10 @@ def _end(handle: Any, holder: Holder, grace: float | None, deleted: threading.Ev
         print(f"the ingress does not answer: {type(error).__name__}", flush=True)
     finally:
         holder.close()  # else connections would wait for an ingress that does not come
-        serve.delete(NAME)
-        deleted.set()
+        while not deleted.is_set():
+            with suppress(TimeoutError):  # after a minute, while requests may still run
+                serve.delete(NAME)
+                deleted.set()
 
 
 def _connect(address: str | None) -> bool:

@@ -180,8 +180,39 @@ def test_a_pin_ends_where_it_is_kept_too(asked: Asked) -> None:
     asked.now = 60.0
     asked.join("d")
     assert asked.sent("d") == [("put_pin", ("long", IDS), {"cache_salt": "salt"})]
-    asked.done("has_unfinished", result=False)
+    asked.late(0.0)
+    for name in asked.replicas:
+        asked.answer(name, (pin("long"),))
     assert list(asked.gatherings._kept.pins) == ["long"], "its tokens are freed"
+
+
+def test_replicas_are_asked_whether_a_pin_was_used_before_it_is_forgotten(asked: Asked) -> None:
+    asked.done("put_pin", "p", IDS, result=pin("p", 60.0), ttl=60.0)
+    for name in "ab":
+        asked.sent(name)
+    asked.late(44.0)
+    assert not asked.sent("a")
+    asked.late(2.0)
+    assert asked.sent("a") == [("list_pins", (), {})]
+    asked.late(1.0)
+    assert not asked.sent("a"), "it is asked already"
+    asked.answer("a", (pin("p", 58.0),))
+    asked.answer("b", (pin("p", 20.0),))
+    assert asked.answers[-1] == (None, False, (pin("p", 58.0),))
+    asked.now = 61.0
+    asked.join("c")
+    assert asked.sent("c") == [("put_pin", ("p", IDS), {"ttl": 44.0})]
+
+
+def test_a_late_answer_to_a_pin_does_not_bring_it_back(asked: Asked) -> None:
+    asked.ask("put_pin", "p", IDS)
+    asked.replicas["b"].late = True
+    asked.answer("a", pin("p"))
+    asked.ask("unpin", "p")
+    asked.answer("a", True)
+    asked.late(GATHER_SECONDS)
+    asked.join("c")
+    assert not [call for call in asked.sent("c") if call[0] == "put_pin"]
 
 
 @pytest.mark.parametrize("method", ["list_pins", "cache_report"])
@@ -213,6 +244,23 @@ def test_pins_of_an_adapter_end_with_it(asked: Asked) -> None:
     asked.done("load_lora", newer, replace=True)
     asked.join("d")
     assert [call[:2] for call in asked.sent("d")] == [("load_lora", (newer,))]
+    asked.done("list_pins", result=(pin("writer"),))  # its files were the same
+    asked.join("e")
+    assert [call[0] for call in asked.sent("e")] == ["load_lora", "put_pin"]
+
+
+def test_an_adapter_that_is_there_is_not_unloaded_where_another_replica_refuses_it(
+    asked: Asked,
+) -> None:
+    """A new ingress loads anew what it finds; the files may be gone on one machine."""
+    judge = LoRARequest("judge", 1, "/judge")
+    asked.done("list_loras", result=[judge])
+    for name in "ab":
+        asked.sent(name)
+    asked.ask("load_lora", judge, replace=True)
+    asked.answer("a", ValueError("no such folder"), failed=True)
+    asked.answer("b", None)
+    assert [call[0] for call in asked.sent("b")] == ["load_lora", "load_lora"]
 
 
 def test_one_that_joins_meanwhile_is_asked_too(asked: Asked) -> None:

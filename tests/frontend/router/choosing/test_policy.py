@@ -222,6 +222,13 @@ def test_a_replica_that_works_again_is_tried_again(sign: str) -> None:
     assert cluster.send(held + prompt(6, 20))[1] == 0
 
 
+def test_one_that_is_tried_again_gets_one_request() -> None:
+    cluster = Cluster(2)
+    held = stuck(cluster)
+    cluster.clock.now += 21
+    assert [cluster.send(held + prompt(seed, 20))[1] for seed in range(5, 8)] == [0, 1, 1]
+
+
 def test_a_client_that_gives_up_leaves_a_replica_that_works_as_good_as_before() -> None:
     cluster = Cluster(2)
     cluster.keep(0, prompt(1, 1000))

@@ -30,8 +30,12 @@ serve.start(proxy_location="Disabled")
 arguments = json.loads(sys.argv[1])
 for line in sys.stdin:
     arguments |= json.loads(line)
-    serve.run(app(arguments), name="coppice", route_prefix=None)
-    print("deployed", flush=True)
+    try:
+        serve.run(app(arguments), name="coppice", route_prefix=None)
+    except RuntimeError:
+        print("failed", flush=True)
+    else:
+        print("deployed", flush=True)
 """
 
 
@@ -60,13 +64,13 @@ class Deployments(Family):
             env=self.environ,
         )
 
-    async def deploy(self, **options: Any) -> None:
+    async def deploy(self, outcome: str = "deployed", **options: Any) -> None:
         """Deploys it with these options beside those that it has."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(options), file=self._process.stdin, flush=True)
-        while (line := await asyncio.to_thread(self._process.stdout.readline)) != "deployed\n":
-            assert line, "it ended"
+        while (line := await asyncio.to_thread(self._process.stdout.readline)) != f"{outcome}\n":
+            assert line not in ("", "deployed\n", "failed\n"), line
 
     async def end(self) -> None:
         """Ends Ray, and checks that nothing is left."""
@@ -155,6 +159,25 @@ async def test_an_update_to_which_old_replicas_do_not_belong_fails_no_request(
         await load.more(10)
         await streams.more(3)
     assert not load.failures + streams.failures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_an_update_that_can_not_start_leaves_what_runs(
+    deployments: Deployments, session: aiohttp.ClientSession
+) -> None:
+    """Ingresses load adapters, and take replicas of their own settings only: none may be left."""
+    url, short = deployments.url, {"drain_grace": 0, "drain_timeout": 1}
+    await deployments.deploy(**short)
+    replicas = await names(session, url)
+    async with Load(session, url, 2, max_tokens=30) as load:
+        await load.more(3)
+        await deployments.deploy("failed", lora_modules=["legal=/is/not/there"])
+        await asyncio.sleep(12)  # until Serve would have killed what it had told to end
+        await load.more(10)
+    assert not load.failures
+    left = await names(session, url)  # Serve has ended one to make room
+    assert left and left <= replicas
 
 
 @pytest.mark.slow
