@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -14,6 +15,7 @@ import pytest
 
 from coppice.frontend.api.openai.requests import ChatBody, CompletionBody
 from tests.frontend.clients.talk import CALL, HELLO, LOOSE, PROMPT, TOOLS, Weather
+from tests.frontend.pieces import in_pieces
 
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer
@@ -114,14 +116,17 @@ def test_tools(client: openai.OpenAI) -> None:
     assert after.usage is not None
     assert made.usage is not None
     assert after.usage.prompt_tokens > made.usage.prompt_tokens
-    with client.chat.completions.stream(
-        model="tiny", messages=HELLO, tools=LOOSE, max_tokens=300,
-        extra_body={"guided_choice": [CALL]},
-    ) as stream:  # fmt: skip
-        kind = "tool_calls.function.arguments.delta"
-        pieces = [event.arguments_delta for event in stream if event.type == kind]
-        final = stream.get_final_completion().choices[0]
-    assert len(pieces) > 3
+
+    def asked() -> tuple[list[str], Any]:
+        with client.chat.completions.stream(
+            model="tiny", messages=HELLO, tools=LOOSE, max_tokens=300,
+            extra_body={"guided_choice": [CALL]},
+        ) as stream:  # fmt: skip
+            kind = "tool_calls.function.arguments.delta"
+            pieces = [event.arguments_delta for event in stream if event.type == kind]
+            return pieces, stream.get_final_completion().choices[0]
+
+    pieces, final = in_pieces(asked, itemgetter(0), 4)
     assert final.message.tool_calls is not None
     assert final.message.tool_calls[0].function.arguments == "".join(pieces)
     assert Weather.model_validate_json("".join(pieces)) == Weather(place="Paris", days=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import agents
@@ -11,6 +12,7 @@ from agents.models.openai_chatcompletions import OpenAIChatCompletionsModel
 from agents.models.openai_responses import OpenAIResponsesModel
 
 from tests.frontend.clients.talk import Days, Place, Weather
+from tests.frontend.pieces import in_pieces_async
 
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer
@@ -37,17 +39,21 @@ def settings(**more: Any) -> agents.ModelSettings:
     return agents.ModelSettings(max_tokens=300, temperature=0.0, **more)
 
 
+async def texts_of(streamed: Any) -> list[str]:
+    return [
+        event.data.delta
+        async for event in streamed.stream_events()
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+    ]
+
+
 async def talk(model: Any) -> None:
     agent = agents.Agent("brief", "Be brief.", model=model, model_settings=settings())
     made = await agents.Runner.run(agent, "Where?")
     assert made.final_output
     assert made.context_wrapper.usage.output_tokens > 0
     streamed = agents.Runner.run_streamed(agent, "Where?")
-    pieces = [
-        event.data.delta
-        async for event in streamed.stream_events()
-        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
-    ]
+    pieces = await texts_of(streamed)
     assert "".join(pieces) == made.final_output == streamed.final_output
 
 
@@ -56,13 +62,12 @@ async def stream_a_schema(model: Any) -> None:
     agent = agents.Agent(
         "forecaster", "Answer.", model=model, output_type=Weather, model_settings=settings()
     )
-    streamed = agents.Runner.run_streamed(agent, "Where?")
-    pieces = [
-        event.data.delta
-        async for event in streamed.stream_events()
-        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
-    ]
-    assert len(pieces) > 1
+
+    async def asked() -> tuple[list[str], Any]:
+        streamed = agents.Runner.run_streamed(agent, "Where?")
+        return await texts_of(streamed), streamed
+
+    pieces, streamed = await in_pieces_async(asked, itemgetter(0))
     assert Weather.model_validate_json("".join(pieces)) == streamed.final_output
 
 

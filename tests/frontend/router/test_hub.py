@@ -325,11 +325,12 @@ async def test_pins_do_not_wait_for_a_replica_that_hangs(cluster: Any) -> None:
     ids = client.tokenizer.encode(TEXTS[0])
     begun = time.monotonic()
     await client.ask("put_pin", "p", ids)
-    assert PIN_SECONDS <= time.monotonic() - begun < PIN_SECONDS + 2
+    assert time.monotonic() - begun >= PIN_SECONDS
+    assert not running.done()
     begun = time.monotonic()
     await client.ask("put_pin", "q", ids[:5])
     assert await client.ask("unpin", "q")
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < PIN_SECONDS
     await running
     assert [pin.name for pin in await client.ask("list_pins")] == ["p"]
     assert [pin.name for pin in busy.engine.pins] == ["p"], "it has done what it was asked"

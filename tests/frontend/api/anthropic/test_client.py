@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from coppice.frontend.api.anthropic.body import MessagesBody, PromptBody
+from tests.frontend.pieces import in_pieces
 
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
 
@@ -62,12 +64,13 @@ def test_a_message(client: Any) -> None:
 
 
 def test_a_stream(client: Any) -> None:
-    with client.messages.stream(
-        model="tiny", messages=USER, **dictated("Under the mat, by the door.")
-    ) as stream:
-        pieces = list(stream.text_stream)
-        final = checked(stream.get_final_message())
-    assert len(pieces) > 1
+    def asked() -> tuple[list[str], Any]:
+        with client.messages.stream(
+            model="tiny", messages=USER, **dictated("Under the mat, by the door.")
+        ) as stream:
+            return list(stream.text_stream), checked(stream.get_final_message())
+
+    pieces, final = in_pieces(asked, itemgetter(0))
     assert "".join(pieces) == final.content[0].text == "Under the mat, by the door."
     assert final.stop_reason == "end_turn"
     assert final.usage.output_tokens > 2

@@ -13,6 +13,7 @@ import pytest
 from coppice.frontend.api.anthropic.schemas import MessageAnswer
 from coppice.frontend.text.engine import TextEngine
 from coppice.runtime.config import EngineConfig
+from tests.frontend.pieces import in_pieces
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,13 +133,15 @@ def test_an_answer_is_continued(messages: Messages) -> None:
     assert messages.count(messages=begun) > messages.count() + len(whole.encode("Under"))
 
 
+def deltas_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event["type"] == "content_block_delta"]
+
+
 def test_the_events_of_a_text(messages: Messages) -> None:
-    # Of a short one a busy server would send all in two pieces.
     text = " ".join(["Under the mat, by the door."] * 10)
-    events = messages.events(**dictated(text))
+    events = in_pieces(lambda: messages.events(**dictated(text)), deltas_of, 3)
     kinds = [event["type"] for event in events]
-    deltas = [event for event in events if event["type"] == "content_block_delta"]
-    assert len(deltas) > 2
+    deltas = deltas_of(events)
     assert kinds == [
         "message_start", "ping", "content_block_start", *["content_block_delta"] * len(deltas),
         "content_block_stop", "message_delta", "message_stop",
@@ -153,7 +156,6 @@ def test_the_events_of_a_text(messages: Messages) -> None:
 
 
 def test_calls(messages: Messages) -> None:
-    # Of a short one a busy server would send all in one piece.
     place = " ".join(["Paris, by the river"] * 6)
     said = dictated(f"I look.\n{CALL.replace('Paris', place)}\n{CALL}")
     made = messages.ok(tools=TOOLS, **said)
@@ -162,18 +164,18 @@ def test_calls(messages: Messages) -> None:
     assert text == {"type": "text", "text": "I look."}
     assert (call["name"], call["input"]) == ("weather", {"place": place, "days": 3})
     assert call["id"] != other["id"]
-    events = messages.events(tools=TOOLS, **said)
+
+    def inputs_of(events: list[dict[str, Any]]) -> list[str]:
+        """The pieces of the first call's arguments."""
+        deltas = [each["delta"] for each in deltas_of(events) if each["index"] == 1]
+        return [delta["partial_json"] for delta in deltas]
+
+    events = in_pieces(lambda: messages.events(tools=TOOLS, **said), inputs_of, 3)
     starts = [each for each in events if each["type"] == "content_block_start"]
     assert [each["content_block"]["type"] for each in starts] == ["text", "tool_use", "tool_use"]
     assert [each["index"] for each in starts] == [0, 1, 2]
     assert starts[1]["content_block"]["input"] == {}
-    written = [
-        each["delta"]["partial_json"]
-        for each in events
-        if each["type"] == "content_block_delta" and each["index"] == 1
-    ]
-    assert len(written) > 2
-    assert json.loads("".join(written)) == call["input"]
+    assert json.loads("".join(inputs_of(events))) == call["input"]
     results = [
         {"type": "tool_result", "tool_use_id": each["id"], "content": "sun"}
         for each in (call, other)

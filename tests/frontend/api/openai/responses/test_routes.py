@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
@@ -11,6 +12,8 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
+
+from tests.frontend.pieces import in_pieces
 
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer
@@ -84,30 +87,35 @@ def test_a_text(client: openai.OpenAI) -> None:
 
 
 def test_the_events_of_a_text(client: openai.OpenAI, tool_server: LiveServer) -> None:
-    # Tokens that are made while the connection waits come in one event, so the text is long enough
-    # for several.
     text = " ".join(["Under the mat."] * 15)
     body = {
         "model": "tiny", "input": "Where?", "stream": True, "max_output_tokens": 300,
         "structured_outputs": {"choice": [text]}, "top_logprobs": 0,
     }  # fmt: skip
-    events = []
-    with httpx.stream("POST", tool_server.url + "/v1/responses", json=body) as answer:
-        for block in answer.read().decode().strip().split("\n\n"):
-            name, data = block.split("\n")
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            EVENTS.validate_python(event, strict=True)
-            events.append(event)
+
+    def asked() -> list[dict[str, Any]]:
+        events = []
+        with httpx.stream("POST", tool_server.url + "/v1/responses", json=body) as answer:
+            for block in answer.read().decode().strip().split("\n\n"):
+                name, data = block.split("\n")
+                event = json.loads(data.removeprefix("data: "))
+                assert name == f"event: {event['type']}"
+                EVENTS.validate_python(event, strict=True)
+                events.append(event)
+        return events
+
+    def deltas_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [event for event in events if event["type"] == "response.output_text.delta"]
+
+    events = in_pieces(asked, deltas_of)
     kinds = [event["type"].removeprefix("response.") for event in events]
-    middle = [kind for kind in kinds if kind == "output_text.delta"]
-    assert len(middle) >= 2
+    deltas = deltas_of(events)
     assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *middle,
+        "created", "in_progress", "output_item.added", "content_part.added",
+        *["output_text.delta"] * len(deltas),
         "output_text.done", "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert "".join(event["delta"] for event in deltas) == text
     assert all(event["logprobs"] for event in deltas)
     final = events[-1]["response"]
@@ -168,20 +176,23 @@ def test_calls_and_their_results(client: openai.OpenAI) -> None:
 
 
 def test_the_events_of_calls(client: openai.OpenAI) -> None:
-    with client.responses.stream(
-        model="tiny", input="Weather?", tools=TOOLS, max_output_tokens=400,
-        extra_body=dictated(f"I look.\n{CALL}"),
-    ) as stream:  # fmt: skip
-        events = list(stream)
-        final = stream.get_final_response()
+    def asked() -> tuple[list[Any], list[Any], Response]:
+        with client.responses.stream(
+            model="tiny", input="Weather?", tools=TOOLS, max_output_tokens=400,
+            extra_body=dictated(f"I look.\n{CALL}"),
+        ) as stream:  # fmt: skip
+            events = list(stream)
+            final = stream.get_final_response()
+        kind = "response.function_call_arguments.delta"
+        return [event for event in events if event.type == kind], events, final
+
+    deltas, events, final = in_pieces(asked, itemgetter(0), 4)
     kinds = [event.type.removeprefix("response.") for event in events]
     first = kinds.index("output_item.done")
     call = [kind for kind in kinds[first + 1 :] if kind != "function_call_arguments.delta"]
     assert call == [
         "output_item.added", "function_call_arguments.done", "output_item.done", "completed",
     ]  # fmt: skip
-    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
-    assert len(deltas) > 3
     assert json.loads("".join(each.delta for each in deltas)) == {"place": "Paris", "days": 3}
     assert {each.output_index for each in deltas} == {1}
     assert final.output[1].id == deltas[0].item_id
