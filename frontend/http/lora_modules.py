@@ -44,6 +44,17 @@ def parse_module(given: str) -> list[Module]:
     return found
 
 
+def check_names(name: str, base: str | None, served: Sequence[str]) -> None:
+    """Raises ValueError if an adapter of the model `base` can't be named so.
+
+    `served` are the names of the server's model.
+    """
+    if name in served:
+        raise ValueError(f"lora_name must not be the model's own, got {name!r}")
+    if base is not None and base not in served:
+        raise ValueError(f"base_model_name must be one of {', '.join(served)}, got {base!r}")
+
+
 def all_modules(given: Sequence[str]) -> list[Module]:
     """The adapters of all values of `lora_modules`.
 

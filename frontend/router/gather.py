@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from coppice.frontend.errors import EngineStopped
@@ -38,6 +39,7 @@ class Gathering:
         number: of the client's call; None: nobody waits for the answer.
         waits: replicas that have not answered.
         begun: when it was sent.
+        serial: greater than those of all before.
         void: whether a later call, answered before, has undone it.
     """
 
@@ -47,6 +49,7 @@ class Gathering:
     kwargs: dict[str, Any]
     waits: set[str]
     begun: float
+    serial: int
     results: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, Exception] = field(default_factory=dict)
     void: bool = False
@@ -130,13 +133,19 @@ class _Pin:
 
     Attributes:
         call: what makes it.
+        serial: that of the call.
         ends: when its TTL ends, as far as is known here: replicas notice each use, and say so only
             when they are asked for pins or a report. It is forgotten once they don't list it any
             more. None: never.
     """
 
     call: tuple[Any, ...]
+    serial: int
     ends: float | None
+
+    def ended(self, now: float) -> bool:
+        """Whether its TTL has ended, as far as is known here."""
+        return self.ends is not None and self.ends <= now
 
     def called(self, now: float) -> tuple[Any, ...]:
         """What makes it on another replica, for the time that is left."""
@@ -163,30 +172,32 @@ class Kept:
         match gathering.method:
             case "put_pin":
                 ttl = kwargs.get("ttl")
-                self.pins[args[0]] = _Pin(call, None if ttl is None else now + ttl)
+                there = self.pins.get(args[0])
+                if there is None or there.serial < gathering.serial:
+                    ends = None if ttl is None else now + ttl
+                    self.pins[args[0]] = _Pin(call, gathering.serial, ends)
             case "unpin":
-                self.pins.pop(args[0], None)
+                self._forget(args[:1], gathering.serial)
             case "list_pins":
                 self._renew(result, now)
             case "cache_report":
                 self._renew(result.pins, now)
             case "reset_cache":
-                self.pins.clear()
+                self._forget(list(self.pins), gathering.serial)
             case "load_lora":
                 name = args[0].lora_name
                 self.adapters[name] = call
                 if kwargs.get("replace"):  # with the same files replicas keep its pins
                     for pin in self._pins_of(name).values():
                         pin.ends = now
+                        pin.call = (*pin.call[:3], {**pin.call[3], "lora_request": args[0]})
             case "list_loras":
                 for asked in result:  # they are not unloaded where they can't be loaded again
                     self.adapters.setdefault(
                         asked.lora_name, (None, "load_lora", (asked,), {"replace": True})
                     )
             case "unload_lora":
-                self.adapters.pop(args[0], None)
-                for name in self._pins_of(args[0]):
-                    del self.pins[name]
+                self._unload(args[0])
             case "sleep":
                 self.asleep = call
             case "wake_up":
@@ -203,8 +214,13 @@ class Kept:
         """
         args = gathering.args
         match gathering.method:
-            case "put_pin" if args[0] not in self.pins:
-                return [(None, "unpin", (args[0],), {})]
+            case "put_pin":
+                there = self.pins.get(args[0])
+                if there is None or there.ended(now):
+                    self.pins.pop(args[0], None)
+                    return [(None, "unpin", (args[0],), {})]
+            case "unload_lora":  # refused where it is not there
+                self._unload(args[0])
             case "load_lora":
                 before = self.adapters.get(args[0].lora_name)
                 if before is None:
@@ -223,8 +239,19 @@ class Kept:
         return [*self.adapters.values(), *self._pin_calls(now), *last]
 
     def _pin_calls(self, now: float) -> list[tuple[Any, ...]]:
-        there = [pin for pin in self.pins.values() if pin.ends is None or pin.ends > now]
-        return [pin.called(now) for pin in there]
+        return [pin.called(now) for pin in self.pins.values() if not pin.ended(now)]
+
+    def _forget(self, names: Iterable[str], serial: int) -> None:
+        """Forgets pins that were made before the call with this serial, which ends them."""
+        for name in names:
+            pin = self.pins.get(name)
+            if pin is not None and pin.serial < serial:
+                del self.pins[name]
+
+    def _unload(self, adapter: str) -> None:
+        self.adapters.pop(adapter, None)
+        for name in self._pins_of(adapter):
+            del self.pins[name]
 
     def _renew(self, pins: Iterable[PinState], now: float) -> None:
         """Takes over how long pins have left, which is longer if they were used."""
@@ -233,7 +260,7 @@ class Kept:
             if name in left:
                 seconds = left[name]
                 pin.ends = None if seconds is None else now + seconds
-            elif pin.ends is not None and pin.ends <= now:
+            elif pin.ended(now):
                 del self.pins[name]
 
     def _pins_of(self, adapter: str) -> dict[str, _Pin]:
@@ -253,6 +280,7 @@ class Gatherings:
     ) -> None:
         self._members, self._calls, self._answers, self._clock = members, calls, answers, clock
         self._kept = Kept()
+        self._serials = count()
         self._open: list[Gathering] = []  # that are not answered, the first one first
         self._left: list[EngineStats] = []  # the counts of replicas that are gone
         self._asked = -math.inf  # when replicas were asked for pins last
@@ -269,7 +297,9 @@ class Gatherings:
         if method in _PINNING:
             late = {each.name for each in self._members.by_name.values() if each.late}
             waits = waits - late or waits
-        gathering = Gathering(number, method, args, kwargs, waits, self._clock())
+        gathering = Gathering(
+            number, method, args, kwargs, waits, self._clock(), next(self._serials)
+        )
         self._open.append(gathering)
         for replica in self._members.by_name.values():
             self._ask(gathering, replica)
@@ -287,7 +317,7 @@ class Gatherings:
         for call in self._kept.calls(self._clock()):
             replica.send(call)
         for gathering in self._open:
-            if gathering.method in _CHANGING:
+            if gathering.method in _CHANGING and not gathering.void:
                 gathering.waits.add(replica.name)
                 self._ask(gathering, replica)
 

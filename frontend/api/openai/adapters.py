@@ -16,7 +16,7 @@ from coppice.frontend.api.served_model import ServedModel
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import BadRequest, EngineStopped, bad_value
 from coppice.frontend.http.json_bodies import JsonBodies
-from coppice.frontend.http.lora_modules import Module
+from coppice.frontend.http.lora_modules import Module, check_names
 from coppice.frontend.http.routes import Route
 from coppice.frontend.strict import Body, Unicode, must_be, read
 from coppice.runtime.requests.lora_request import LoRARequest
@@ -122,12 +122,7 @@ class AdapterRoutes:
         """Loads an adapter of the model `base`. Raises ValueError as `Adapters.load` does."""
         async with self._changing:
             known = self._model.adapters
-            if name in self._model.names:
-                raise ValueError(f"lora_name must not be the model's own, got {name!r}")
-            if base is not None and base not in self._model.names:
-                raise ValueError(
-                    f"base_model_name must be one of {', '.join(self._model.names)}, got {base!r}"
-                )
+            check_names(name, base, self._model.names)
             if number is None:
                 taken = {asked.lora_int_id for asked, _ in known.values()}
                 old = known.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ import ray
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.client.process import EngineProcess
 from coppice.frontend.http import logs
-from coppice.frontend.http.lora_modules import all_modules
+from coppice.frontend.http.lora_modules import Module, all_modules
 from coppice.frontend.router.cluster.scaling import BUSY, busy
 from coppice.frontend.router.cluster.settings import ClusterSettings, Kind
 from coppice.frontend.router.cluster.slots import Slot
@@ -62,13 +62,22 @@ class EngineReplica:
             timeout=settings.options.engine_timeout or None,
         )
         await self._engine.start()
-        for number, each in enumerate(all_modules(settings.options.lora_modules), 1):
-            # Here, too, so that an update that can't succeed ends with its first replica.
+        await self._try_adapters(all_modules(settings.options.lora_modules))
+
+    async def _try_adapters(self, modules: Sequence[Module]) -> None:
+        """Loads the adapters, so that an update that can't succeed ends with its first replica.
+
+        Then unloads them: what replicas have by now, a client of the ingress may have changed, and
+        the hub tells it to those that join.
+        """
+        for number, each in enumerate(modules, 1):
             try:
                 asked = LoRARequest(each.name, number, each.path)
                 await self._engine.ask("load_lora", asked, replace=True)
             except ValueError as error:
                 raise ValueError(f"lora_modules: {each.name!r}: {error}") from error
+        for each in modules:
+            await self._engine.ask("unload_lora", each.name)
 
     async def kind(self, name: str) -> Kind:
         """That of its settings; ingresses of other kinds leave this replica, `name`, alone."""

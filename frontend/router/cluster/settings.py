@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
+from coppice.frontend.http.lora_modules import all_modules, check_names
 from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.text.model.options import TextOptions
 from coppice.runtime.config import EngineConfig
@@ -131,6 +132,17 @@ class ClusterSettings:
                 f"the ingress's router hears the replicas without; got "
                 f"{self.config.kv_events_endpoint!r}"
             )
+        # Only the ingress finds these wrong, when an update has replaced the replicas already.
+        for each in all_modules(self.options.lora_modules):
+            try:
+                check_names(each.name, each.base_model_name, self.served_names)
+            except ValueError as error:
+                raise ValueError(f"lora_modules: {each.name!r}: {error}") from error
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names by which requests ask for the model."""
+        return self.options.served_model_name or (self.config.model,)
 
     @property
     def kind(self) -> Kind:
@@ -149,7 +161,7 @@ class ClusterSettings:
 
     def of_replica(self) -> ClusterSettings:
         """Those that a replica needs; neither keys nor certificates are among them."""
-        kept = ("log_format", "log_level", "engine_timeout", "lora_modules")
+        kept = ("log_format", "log_level", "engine_timeout", "lora_modules", "served_model_name")
         options = ServerOptions(**{name: getattr(self.options, name) for name in kept})
         one = ClusterOptions(replicas=1)
         return ClusterSettings(self.config, self.text, options, one, engines_at=self.engines_at)

@@ -215,6 +215,43 @@ def test_a_late_answer_to_a_pin_does_not_bring_it_back(asked: Asked) -> None:
     assert not [call for call in asked.sent("c") if call[0] == "put_pin"]
 
 
+def test_a_pin_that_is_gone_does_not_reach_one_that_joins_while_a_replica_is_late(
+    asked: Asked,
+) -> None:
+    asked.ask("put_pin", "p", IDS)
+    asked.answer("a", pin("p"))
+    asked.replicas["b"].late = True
+    asked.ask("unpin", "p")
+    asked.answer("a", True)
+    asked.join("c")
+    assert not asked.sent("c")
+
+
+@pytest.mark.parametrize("method", ["unpin", "reset_cache"])
+def test_a_late_end_of_pins_spares_those_made_after_it(asked: Asked, method: str) -> None:
+    asked.done("put_pin", "p", IDS, result=pin("p"))
+    asked.ask(method, *(["p"] if method == "unpin" else []))
+    asked.answer("a", True)
+    asked.replicas["b"].late = True
+    asked.ask("put_pin", "p", [7, 8])
+    asked.answer("a", pin("p"))
+    asked.late(GATHER_SECONDS + 0.1)
+    assert [number for number, *_ in asked.answers] == [1, 1, 1]
+    asked.join("c")
+    assert asked.sent("c") == [("put_pin", ("p", [7, 8]), {})]
+
+
+def test_a_pin_that_is_refused_after_its_end_is_undone(asked: Asked) -> None:
+    asked.done("put_pin", "p", IDS, result=pin("p", 60.0), ttl=60.0)
+    asked.now = 61.0
+    asked.ask("put_pin", "p", IDS)
+    asked.answer("a", pin("p"))
+    asked.answer("b", ValueError("no room"), failed=True)
+    assert asked.sent("a")[-1] == ("unpin", ("p",), {})
+    asked.join("c")
+    assert not asked.sent("c")
+
+
 @pytest.mark.parametrize("method", ["list_pins", "cache_report"])
 def test_a_pin_that_was_used_has_more_time(
     asked: Asked, method: str, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +283,21 @@ def test_pins_of_an_adapter_end_with_it(asked: Asked) -> None:
     assert [call[:2] for call in asked.sent("d")] == [("load_lora", (newer,))]
     asked.done("list_pins", result=(pin("writer"),))  # its files were the same
     asked.join("e")
-    assert [call[0] for call in asked.sent("e")] == ["load_lora", "put_pin"]
+    assert asked.sent("e") == [
+        ("load_lora", (newer,), {"replace": True}),
+        ("put_pin", ("writer", IDS), {"lora_request": newer}),
+    ]
+
+
+def test_an_adapter_is_unloaded_though_one_replica_had_not_loaded_it(asked: Asked) -> None:
+    judge = LoRARequest("judge", 1, "/judge")
+    asked.done("list_loras", result=[judge])
+    asked.done("put_pin", "p", IDS, result=pin("p"), lora_request=judge)
+    asked.ask("unload_lora", "judge")
+    asked.answer("a", None)
+    asked.answer("b", ValueError("no adapter is named 'judge'"), failed=True)
+    asked.join("c")
+    assert not asked.sent("c")
 
 
 def test_an_adapter_that_is_there_is_not_unloaded_where_another_replica_refuses_it(

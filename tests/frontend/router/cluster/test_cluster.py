@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.frontend.router.cluster.processes import Cluster, refused
 from tests.frontend.router.cluster.traffic import TEXT, Load, complete, report, streamed, until
+from tests.runtime.helpers.adapter_files import save_adapter
 
 pytest.importorskip("ray")
 
@@ -82,6 +85,45 @@ async def test_a_replica_is_killed_with_its_engine(
     await until(both, 120)
     await load.end()
     assert not load.failures
+    running.stop()
+
+
+@pytest.mark.slow
+async def test_a_replica_that_joins_has_the_adapters_that_the_others_have(
+    cluster: Callable[..., Cluster],
+    session: aiohttp.ClientSession,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    """Those of the options were exchanged over HTTP for another one, which got the same number."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    legal = save_adapter(tmp_path / "legal", model, seed=1)
+    medical = save_adapter(tmp_path / "medical", model, seed=2)
+    options = ("--replicas", "2", "--max-model-len", "500", "--max-loras", "1")
+    running = cluster(*options, "--lora-modules", f"legal={legal}")
+    url = running.url
+    before = await complete(session, url, TEXT, model="legal")
+    for verb, body in (
+        ("unload", {"lora_name": "legal"}),
+        ("load", {"lora_name": "medical", "lora_path": str(medical)}),
+    ):
+        async with session.post(f"{url}/v1/{verb}_lora_adapter", json=body) as response:
+            assert response.status == 200, await response.text()
+    answer = await complete(session, url, TEXT, model="medical")
+    assert answer != before
+    engines = running.engines
+    os.kill(running.replicas[0], signal.SIGKILL)
+    await until(lambda: len(set(running.engines) - set(engines)) == 1)
+
+    async def both() -> bool:
+        return len((await report(session, url))["replicas"]) == 2
+
+    await until(both, 120)
+    async with Load(session, url, 12, model="medical", max_tokens=40) as load:
+        await until(lambda: len(load.answers) > 60)
+    assert not load.failures
+    assert await complete(session, url, TEXT, model="medical") == answer
+    assert "404" in await complete(session, url, TEXT, model="legal")
     running.stop()
 
 

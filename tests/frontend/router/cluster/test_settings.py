@@ -57,6 +57,18 @@ def test_arguments_of_a_serve_app() -> None:
         ({"model": "demo", "pagesize": 3}, "pagesize is no option of coppice serve"),
         ({"model": "demo", "page_size": 0}, "page_size must be"),
         ({"model": "demo", "port": 0}, "port must be from 1 to 65535, got 0"),
+        (
+            {"model": "demo", "lora_modules": ["demo=/a"]},
+            "lora_modules: 'demo': lora_name must not",
+        ),
+        (
+            {
+                "model": "demo",
+                "served_model_name": ["small"],
+                "lora_modules": ['{"name": "a", "path": "/a", "base_model_name": "demo"}'],
+            },
+            "lora_modules: 'a': base_model_name must be one of small, got 'demo'",
+        ),
         ({"model": "demo", "host": 5}, "host must be a name or an address, got 5"),
         ({"model": "demo", "replicas": None}, "replicas must be an integer of at least 1"),
         (
