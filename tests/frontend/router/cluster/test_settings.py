@@ -59,7 +59,7 @@ def test_arguments_of_a_serve_app() -> None:
         ({"model": "demo", "port": 0}, "port must be from 1 to 65535, got 0"),
         (
             {"model": "demo", "lora_modules": ["demo=/a"]},
-            "lora_modules: 'demo': lora_name must not",
+            "lora_modules: .demo.: lora_name",
         ),
         (
             {
