@@ -100,9 +100,13 @@ def test_soft_cap(make_batch, triton_backend, softcap):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_8_bit_cache(make_batch, triton_backend):
+@pytest.mark.parametrize("branches", [False, True])
+def test_8_bit_cache(make_batch, triton_backend, branches):
     """It is written as torch rounds, and read as the reference reads it; large numbers are cut."""
-    batch = make_batch(TAILS, LEVELS)
+    rows = [rows for rows, _ in TAILS]
+    longest = rows.index(max(rows))
+    tree = [row // 2 for row in range(rows[longest] - 1)]  # each row has two that follow
+    batch = make_batch(TAILS, LEVELS, trees={longest: tree} if branches else {})
     device = triton_backend.device
     scales = torch.tensor([0.01, 0.3]), torch.tensor([0.02, 0.1])
     shape = batch.k_cache.shape

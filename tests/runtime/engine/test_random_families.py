@@ -2,7 +2,7 @@
 
     COPPICE_SCHEDULES=100 pytest tests/runtime/engine/test_random_families.py -m "" --timeout 0
 
-runs 100 schedules of each family and page size instead of one.
+runs 300 schedules of each family and page size instead of three. A third of them have drafts.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_drafts import ScriptedDrafts
 
 from coppice.radix import POLICIES, PinRefused
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.requests.request import StepOutput
+from coppice.runtime.requests.request import Sequence, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 from tests.runtime.conftest import OTHER_FAMILIES
 
 _SCHEDULES = int(os.environ.get("COPPICE_SCHEDULES", "1"))
+MOST = 20  # tokens of a request
 _TIE = 1e-3  # a difference of log-probabilities that batches of other shapes may turn round
 PAGES = (1, 7, 16)
 DEFAULT = {("gpt_oss", 7), ("gemma3_text", 1), ("qwen3_moe", 16)}
@@ -34,14 +36,17 @@ CASES = [
 
 
 def start(path: Path, **options: Any) -> Engine:
-    """An engine whose outputs have a token each, so that those of two can be compared."""
+    """An engine without drafts, whose outputs have a token each."""
     return Engine(EngineConfig(model=str(path), dtype="float32", speculation="off", **options))
 
 
 class Schedule:
-    """Greedy requests that begin alike, aborts and pins in a pool with room for about three."""
+    """Greedy requests that begin alike, aborts and pins in a pool with room for about three.
 
-    def __init__(self, seed: int, path: Path, size: int) -> None:
+    With `known`, an engine that serves each request alone, there are drafts, most of them right.
+    """
+
+    def __init__(self, seed: int, path: Path, size: int, known: Engine | None = None) -> None:
         self.rng = rng = random.Random(seed)
         longest = 64
         seqs = rng.randint(2, 5)
@@ -61,6 +66,18 @@ class Schedule:
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.got: dict[tuple[str, int], list[StepOutput]] = {}
         self.aborted: set[str] = set()
+        self.drafts: ScriptedDrafts | None = None
+        if known is not None:
+            texts: dict[str, list[int]] = {}
+
+            def following(sequence: Sequence) -> list[int]:
+                name = sequence.request.request_id
+                if name not in texts:
+                    texts[name] = tokens(served(known, self.asked[name][0], MOST))
+                return texts[name][sequence.num_generated :]
+
+            self.drafts = ScriptedDrafts(random.Random(f"drafts {seed}"), following, vocabulary=320)
+            self.engine.speculate(self.drafts)
 
     def ask(self) -> None:
         rng = self.rng
@@ -71,7 +88,7 @@ class Schedule:
             prompt = self.asked[name][0] + tokens(self.got[name, index])
         prompt += [rng.randrange(3, 320) for _ in range(rng.randint(0, 6))]
         params = SamplingParams(
-            temperature=0, max_tokens=rng.randint(1, 20), n=rng.choice([1, 1, 1, 2]),
+            temperature=0, max_tokens=rng.randint(1, MOST), n=rng.choice([1, 1, 1, 2]),
             ignore_eos=True, logprobs=2, prompt_logprobs=rng.choice([None, None, None, 0]),
         )  # fmt: skip
         name = str(len(self.asked))
@@ -117,17 +134,14 @@ class Schedule:
             most = max((len(tokens(o)) for key, o in self.got.items() if key[0] == name), default=0)
             if not most:
                 continue
-            other = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, logprobs=2)
-            alone.add_request("alone", prompt, other)
-            steps = [output for _ in range(most + 2) for output in alone.step()]
-            assert not alone.has_unfinished()
+            steps = served(alone, prompt, most)
             for index in range(params.n):
                 mine = self.got.get((name, index), [])
                 if name not in self.aborted:
                     assert mine[-1].finish_reason == "length"
-                for place, (ours, theirs) in enumerate(zip(mine, steps, strict=False)):
-                    assert ours.error is None
-                    if ours.new_token_ids != theirs.new_token_ids:
+                assert not any(output.error for output in mine)
+                for place, (ours, theirs) in enumerate(zip(tokens(mine), steps, strict=False)):
+                    if theirs.new_token_ids != (ours,):
                         assert theirs.logprobs is not None
                         first, second = theirs.logprobs.top_logprobs[0][:2]
                         where = f"request {name}.{index}, token {place} after {prompt}"
@@ -135,6 +149,15 @@ class Schedule:
                         break
                     compared += 1
         return compared
+
+
+def served(alone: Engine, prompt: list[int], most: int) -> list[StepOutput]:
+    """What an engine gives for a request alone, a token in each output."""
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, logprobs=2)
+    alone.add_request("alone", prompt, params)
+    steps = [output for _ in range(most + 2) for output in alone.step()]
+    assert not alone.has_unfinished()
+    return steps
 
 
 def tokens(outputs: list[StepOutput]) -> list[int]:
@@ -149,9 +172,9 @@ def test_each_request_gets_what_it_gets_alone(
     alone = start(
         path, page_size=16, kv_cache_tokens=1024, max_num_seqs=1, enable_prefix_caching=False
     )
-    evicted = preempted = compared = 0
-    for seed in range(2 * _SCHEDULES):
-        schedule = Schedule(seed, path, size)
+    evicted = preempted = compared = accepted = rejected = 0
+    for seed in range(3 * _SCHEDULES):
+        schedule = Schedule(seed, path, size, alone if seed % 3 == 2 else None)
         try:
             schedule.run()
             compared += schedule.compare(alone)
@@ -160,4 +183,8 @@ def test_each_request_gets_what_it_gets_alone(
             raise
         evicted += schedule.engine.tree.evicted_tokens
         preempted += schedule.engine.counters.preemptions
+        if (drafts := schedule.drafts) is not None:
+            accepted += drafts.accepted
+            rejected += drafts.drafted - drafts.accepted
     assert compared > 50 and evicted and preempted, "the schedules were too easy"
+    assert accepted and rejected, "the schedules were too easy"
