@@ -259,16 +259,33 @@ def _tiers(tiers: TiersReport | None) -> Iterator[Metric]:
         "damaged": "Pages that were found damaged, and were computed again",
         "warmed_tokens": "Tokens whose KV came back from it before anybody asked for them",
     }
-    units = {"failures": "failed_calls", "slow": "slow_loads", "damaged": "damaged_pages"}
+    units = {
+        "failures": "failed_calls",
+        "slow": "slow_loads",
+        "damaged": "damaged_pages",
+        "computed_instead": "computed_instead_tokens",
+    }
     for field, text in counted.items():
         by_name = {each.name: getattr(each, field) for each in stores}
         yield _counters(f"coppice_tier_{units.get(field, field)}", text, "tier", by_name)
-    used = GaugeMetricFamily("coppice_tier_used_bytes", "Bytes that it keeps", labels=["tier"])
-    for each in stores:
-        if each.used_bytes is not None:
-            used.add_metric([each.name], each.used_bytes)
-    yield used
+    for field, text in {
+        "used_bytes": "Bytes that it keeps",
+        "capacity_bytes": "Bytes that it may keep",
+    }.items():
+        room = GaugeMetricFamily(f"coppice_tier_{field}", text, labels=["tier"])
+        for each in stores:
+            if (size := getattr(each, field)) is not None:
+                room.add_metric([each.name], size)
+        yield room
     kinds: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
+        "found_tokens": (
+            CounterMetricFamily,
+            "Prompt tokens that a tier had when a request asked, loaded or computed",
+        ),
+        "computed_instead": (
+            CounterMetricFamily,
+            "Prompt tokens that a tier had and that were computed, which was faster",
+        ),
         "saved_seconds": (
             CounterMetricFamily,
             "An estimate: time that computing what was loaded would have taken, less that of "
@@ -281,7 +298,7 @@ def _tiers(tiers: TiersReport | None) -> Iterator[Metric]:
         "waiting_bytes": (GaugeMetricFamily, "Bytes that wait to be stored"),
     }
     for field, (kind, text) in kinds.items():
-        family = kind(f"coppice_tiers_{field}", text)
+        family = kind(f"coppice_tiers_{units.get(field, field)}", text)
         if tiers is not None:
             family.add_metric([], getattr(tiers, field))
         yield family

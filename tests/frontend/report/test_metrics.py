@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.samples import Sample
 
 from coppice.frontend.errors import EngineStopped
+from coppice.frontend.report.metrics.engine import engine_families
 from coppice.frontend.report.metrics.scrape import Metrics
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
@@ -25,6 +26,7 @@ from coppice.runtime.report.merged import merged_stats
 from coppice.runtime.report.snapshot import CAUSES
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.graphs import DECODE_STEPS
+from tests.runtime.report.test_merged import full
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
@@ -354,6 +356,33 @@ class Query:
 def test_queries_that_are_none(wrong: str) -> None:
     with pytest.raises(AssertionError):
         Query(wrong)
+
+
+def test_tiers_have_their_numbers() -> None:
+    stats = full()
+    tiers = stats.tiers
+    assert tiers is not None
+    disk, other = tiers.stores
+    families = [each for each in engine_families(stats) if each.name.startswith("coppice_tier")]
+    told = {
+        (sample.name, sample.labels.get("tier")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert told["coppice_tier_used_bytes", disk.name] == disk.used_bytes
+    assert told["coppice_tier_capacity_bytes", disk.name] == disk.capacity_bytes
+    assert other.capacity_bytes is None
+    assert ("coppice_tier_capacity_bytes", other.name) not in told, "it can't say"
+    assert told["coppice_tier_damaged_pages_total", other.name] == other.damaged
+    assert told["coppice_tiers_found_tokens_total", None] == tiers.found_tokens
+    assert told["coppice_tiers_computed_instead_tokens_total", None] == tiers.computed_instead
+    without = [
+        family
+        for family in engine_families(replace(stats, tiers=None))
+        if family.name.startswith("coppice_tier")
+    ]
+    assert len(without) == len(families)
+    assert not any(family.samples for family in without)
 
 
 def test_the_dashboard_asks_only_for_metrics_that_exist(url: str) -> None:
