@@ -23,10 +23,10 @@ _SAMPLE = 2048
 # The shadows are compared after windows of at least this many requests that enter at least a
 # quarter of the capacity.
 _WINDOW = 64
-_MEMORY = 0.93  # weight of the windows before in each
+_MEMORY = 0.75  # weight of the windows before in each
 # The rule changes for a lead, in hit tokens, of more than this part of the capacity: after a change
-# the cache is still filled as the rule before chose, which costs about as much.
-_LEAD = 0.05
+# the cache is still filled as the rule before chose.
+_LEAD = 0.02
 
 _SEGMENTS, _DENSITY = 2, 3
 # Keys by these rules change though a leaf is not used.
@@ -56,7 +56,8 @@ class Adaptive(EvictionOrder):
             self._density,
         ]
         self._history = History(capacity_tokens, self._table.ended, self._shadows)
-        self._rule = _SEGMENTS  # index of the shadow that leads; densities are yet to be learned
+        # Index of the shadow that leads. Before densities are learned they order by recency.
+        self._rule = _DENSITY
         self._leaves = LeafHeap()
         self._learned = 0  # request of the last table
         self._learn_at = 16
