@@ -78,6 +78,7 @@ class EventStream:
                     log.exception("%s failed", self._request.path)
                 message, kind = str(error), "server_error"
             note.fields["error"] = message
+            self._deltas.close()  # a client that does not read must not keep the request running
             self._add(self._answers.failure(message, kind))
         self._unsent.append(self._answers.last)
         await self._send(last=True)
@@ -127,6 +128,8 @@ class EventStream:
             async with asyncio.timeout(STALLED_SECONDS):
                 await write(data)
         except TimeoutError:
+            if transport is not None:
+                transport.abort()  # closed in order, it would wait for what nobody reads
             text = f"the client has read nothing for {STALLED_SECONDS:g} s"
             raise ConnectionError(text) from None
 

@@ -35,6 +35,7 @@ from coppice.frontend.http.options import ServerOptions
 from coppice.frontend.text.model.generation_config import GenerationDefaults
 from coppice.frontend.text.threads import TokenizerThreads
 from coppice.runtime.report.snapshot import Peek
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.request import BESIDE_PINS, PromptTooLong, QueueFull
 
 LONG_BYTES = 256 * 2**10  # the size of a body from which its text is long work for the tokenizer
@@ -56,6 +57,7 @@ class Submitted(NamedTuple):
     prepared: Prepared
     deltas: Deltas
     deadline: float | None  # of the event loop's clock
+    adapter: LoRARequest | None
 
 
 class Rendered(NamedTuple):
@@ -134,14 +136,15 @@ class TextHandler:
                     keywords = ", ".join(dict.fromkeys(prepared.relaxed))
                     note.headers["X-Coppice-Relaxed"] = note.fields["relaxed"] = keywords
                     log.warning("a text need not follow %s of its schema", keywords)
-                deltas = await self._queue(asked, prepared, note.tenant)
+                adapter = self.model.adapter(asked.model)
+                deltas = await self._queue(asked, prepared, note.tenant, adapter)
         except TimeoutError:
             raise self._too_late() from None
         except ValueError as error:
             raise _refusal(error, asked, body) from error
         except QueueFull as error:
             raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
-        return Submitted(asked, prepared, deltas, deadline)
+        return Submitted(asked, prepared, deltas, deadline, adapter)
 
     async def count(self, request: web.Request, parse: Parse) -> int:
         """The tokens of the prompt of a request that is not run. Raises BadRequest."""
@@ -221,7 +224,13 @@ class TextHandler:
         self.model.check(asked.model)
         return body, asked
 
-    async def _queue(self, asked: TextRequest, prepared: Prepared, tenant: str | None) -> Deltas:
+    async def _queue(
+        self,
+        asked: TextRequest,
+        prepared: Prepared,
+        tenant: str | None,
+        adapter: LoRARequest | None,
+    ) -> Deltas:
         """Hands the request to the engine; prefixes that are kept for others make room for it."""
         while True:
             try:
@@ -232,7 +241,7 @@ class TextHandler:
                     cache_salt=asked.cache_salt,
                     tenant=tenant,
                     priority=asked.priority,
-                    lora_request=self.model.adapter(asked.model),
+                    lora_request=adapter,
                     in_pieces=asked.stream,
                 )
             except PromptTooLong as error:

@@ -85,7 +85,7 @@ class KeptPrefixes:
                 pin = _Kept(cache_salt, part, prefix.seconds, lora_request)
                 try:
                     name = await self._pin(owner, tenant, pin, names, ids)
-                except EngineStopped:
+                except (EngineStopped, ValueError):  # of the latter, an adapter that was replaced
                     return []
                 if name is None:
                     continue
@@ -139,6 +139,8 @@ class KeptPrefixes:
         self._kept.move_to_end(name)
         names = self._of(owner)
         for place, each in enumerate(names):
+            if each not in self._kept:  # meanwhile another request has given it up
+                continue
             covered = each != name and pin.covers(self._kept[each][1])
             if covered or place < len(names) - MOST:
                 await self._unpin(each)

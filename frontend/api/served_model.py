@@ -46,6 +46,11 @@ class ServedModel:
             return None
         return self.adapters[name][0]
 
+    def has(self, adapter: LoRARequest) -> bool:
+        """Whether this adapter is loaded: not another one of its name."""
+        found = self.adapters.get(adapter.lora_name)
+        return found is not None and found[0] == adapter
+
     def as_asked(self, name: str | None) -> str:
         """The name that an answer has: the one that the request gave, else the first."""
         return name or self.name

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from coppice.frontend.client.deltas import Deltas
 from coppice.frontend.client.lifecycle import EngineLifecycle, Launched, Link
 from coppice.frontend.client.pacing import Rounds
+from coppice.frontend.client.sendable import check_sendable
 from coppice.frontend.errors import EngineStopped, RequestFailed
 from coppice.frontend.text.model.generation_config import NO_DEFAULTS, GenerationDefaults
 from coppice.frontend.text.outputs import TextDelta
@@ -35,7 +36,7 @@ from coppice.runtime.requests.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 64  # prompts of one request that are submitted before others may run
+AT_ONCE = 64  # results of one request that are prepared before others may run
 
 Item: TypeAlias = tuple[str, TextDelta | RequestFailed]
 """A request's name, and its next piece of text or its failure."""
@@ -123,9 +124,11 @@ class EngineClient(EngineLifecycle):
         Unless the text is wanted `in_pieces`, there is one delta for each prompt, with the whole.
 
         Raises:
-            ValueError, QueueFull: the engine refuses one of them; then none runs.
+            ValueError, QueueFull: the engine refuses one of them; then none runs. ValueError also
+                for `logits_processors` that can't be sent to it.
             EngineStopped: there is no engine at present.
         """
+        check_sendable((params if beam is None else beam).logits_processors or ())
         names = [f"request-{next(self._names)}" for _ in prompts]
         deltas = Deltas(names, self._abandon)
         given: SamplingParams | BeamSearchParams
@@ -139,11 +142,14 @@ class EngineClient(EngineLifecycle):
         try:
             packed = [packed_ids(ids) for _, ids in prompts]
             answers = []
+            begun = 0  # results that will be
             for name, (text, ids), tokens in zip(names, prompts, packed, strict=True):
                 self._running[name] = deltas
                 self.texts.add(name, text, ids, params, in_pieces=in_pieces)
                 answers.append(self._call(method, name, tokens, given, **more))
-                if len(answers) % AT_ONCE == 0:
+                begun += params.num_sequences
+                if begun >= AT_ONCE:
+                    begun = 0
                     await asyncio.sleep(0)  # there may be 100,000 prompts
             if len(answers) == 1:
                 await answers[0]

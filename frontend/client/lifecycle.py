@@ -180,7 +180,10 @@ class EngineLifecycle(ABC):
             daemon=True,
         )
         self._reader.start()
+        channel = self._channel
         self.ready = await self._loaded
+        if self._channel is not channel and not self._stopping:
+            raise EngineStopped("the engine died as soon as its model was loaded")
         if not self._stopping:
             self._state = None
             if self._watchdog is not None:
@@ -267,11 +270,22 @@ class EngineLifecycle(ABC):
                 self._pause = FIRST_PAUSE
             self._restarting = asyncio.get_running_loop().create_task(self._restart(trouble))
 
+    async def _gone(self) -> None:
+        """Waits until the last engine has ended, and that was noted: it may have failed to load.
+
+        Else its end would be taken for that of the next one.
+        """
+        assert self._engine is not None and self._reader is not None
+        if await asyncio.to_thread(self._engine.wait, STOP_SECONDS) is None:
+            self._engine.kill()
+        await asyncio.to_thread(self._reader.join)
+
     async def _restart(self, trouble: str) -> None:
         while True:
             self._state = f"{trouble}; it is started again in {self._pause:g} s"
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            await self._gone()
             self._state = f"{trouble}; another is loading the model"
             self._restarts += 1
             try:

@@ -20,7 +20,8 @@ OPEN_PATHS = frozenset(
 )
 OPEN_PREFIX = "/cache/page/"  # the files of that page
 ADMIN_PREFIXES = ("/cache/", "/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-COUNTED_PREFIX = "/v1/"
+# What the limits of a key count: whatever the model or its tokenizer works for.
+COUNTED_PREFIXES = ("/v1/", "/v2/", "/score", "/rerank", "/tokenize", "/detokenize")
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Access:
     @contextmanager
     def using(self, guest: Guest, path: str) -> Iterator[None]:
         """Counts a request while it runs. Raises BadRequest (429) if there are too many."""
-        if not path.startswith(COUNTED_PREFIX):
+        if not path.startswith(COUNTED_PREFIXES):
             yield
             return
         if self._max_concurrent is not None and guest.running >= self._max_concurrent:

@@ -94,6 +94,13 @@ def without_root(path: str, root: str) -> str:
 
 def add_routes(app: web.Application, routes: Iterable[Route], root: str = "") -> None:
     """Lets the application serve them, also below `root`; GET answers to HEAD too."""
+    routes = list(routes)
+    for route in routes if root else ():
+        if route.path.startswith(f"{root}/"):  # it would be taken for another path below the root
+            raise ValueError(
+                f"root_path must not be the beginning of a path of this server, such as "
+                f"{route.path}, got {root!r}"
+            )
     app[ROOT_PATH] = root
     forms = app.setdefault(ERROR_FORMS, {})
     for route in routes:

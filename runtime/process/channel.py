@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
 import threading
 from queue import SimpleQueue
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class Pipe(Protocol):
@@ -85,8 +88,24 @@ class Channel:
             items = [item for item in items if item is not self._closing]
             try:
                 if items:
-                    self._connection.send_bytes(pickle.dumps(items, pickle.HIGHEST_PROTOCOL))
+                    self._connection.send_bytes(_pickled(items))
             except OSError:  # the other end is closed; `receive` here reports it
                 return
             if last:
                 return
+
+
+def _pickled(items: list[Any]) -> bytes:
+    """The items as bytes, without those that can't be pickled: the others must not wait for them."""
+    try:
+        return pickle.dumps(items, pickle.HIGHEST_PROTOCOL)
+    except Exception:
+        good = []
+        for item in items:
+            try:
+                pickle.dumps(item, pickle.HIGHEST_PROTOCOL)
+            except Exception:
+                logger.exception("an object can't be sent to another process, and is left out")
+            else:
+                good.append(item)
+        return pickle.dumps(good, pickle.HIGHEST_PROTOCOL)

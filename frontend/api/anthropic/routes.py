@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 from aiohttp import web
 
@@ -14,6 +13,7 @@ from coppice.frontend.api.anthropic.request import parse_count, parse_messages
 from coppice.frontend.api.anthropic.schemas import MessageAnswer, MessageTokens
 from coppice.frontend.api.context import ContextExceeded
 from coppice.frontend.api.handler import TextHandler
+from coppice.frontend.api.kept_prefixes import Prefix
 from coppice.frontend.errors import BadRequest
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.http.routes import Route, json_answer
@@ -62,15 +62,15 @@ class MessageRoutes:
         asked, prepared = submitted.asked, submitted.prepared
         ((_, ids),) = prepared.prompts
         owner = "" if note.guest is None else note.guest.name
-        keep = partial(
-            handler.kept.keep,
-            owner,
-            note.tenant,
-            asked.cache_salt,
-            ids,
-            prepared.prefixes,
-            handler.model.adapter(asked.model),
-        )
+        adapter = submitted.adapter
+
+        async def keep() -> list[Prefix]:
+            if adapter is not None and not handler.model.has(adapter):
+                return []  # the engine would load it again
+            return await handler.kept.keep(
+                owner, note.tenant, asked.cache_salt, ids, prepared.prefixes, adapter
+            )
+
         answers = MessageAnswers(
             handler.model.as_asked(asked.model),
             len(ids),

@@ -59,6 +59,7 @@ class AdapterRoutes:
     def __init__(self, model: ServedModel, engine: EngineClient, bodies: JsonBodies) -> None:
         self._model, self._engine, self._bodies = model, engine, bodies
         self._changing = asyncio.Lock()
+        self._loading = set[asyncio.Task[None]]()
 
     def routes(self) -> list[Route]:
         """For `add_routes`."""
@@ -119,7 +120,23 @@ class AdapterRoutes:
         base: str | None = None,
         replace: bool = False,
     ) -> None:
-        """Loads an adapter of the model `base`. Raises ValueError as `Adapters.load` does."""
+        """Loads an adapter of the model `base`. Raises ValueError as `Adapters.load` does.
+
+        A call that is cancelled goes on: what the engine has begun it ends, and it must be known.
+        """
+        task = asyncio.ensure_future(self._to_load(name, path, number, base, replace))
+        self._loading.add(task)
+        task.add_done_callback(self._loaded)
+        await asyncio.shield(task)
+
+    def _loaded(self, task: asyncio.Task[None]) -> None:
+        self._loading.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+    async def _to_load(
+        self, name: str, path: str, number: int | None, base: str | None, replace: bool
+    ) -> None:
         async with self._changing:
             known = self._model.adapters
             check_names(name, base, self._model.names)

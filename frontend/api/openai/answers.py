@@ -66,8 +66,11 @@ class Completion(Answers):
         self._begun: set[int] = set()  # choices whose late echo is sent
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        made = [(output, each) for output in outputs for each in output.outputs]
-        choices = [self._choice(index, *pair) for index, pair in enumerate(made)]
+        choices = [
+            self._choice(place * self._params.n + number, output, each)
+            for place, output in enumerate(outputs)
+            for number, each in enumerate(output.outputs)
+        ]
         return self._object(self.object_whole, choices) | {"usage": usage(outputs, self._reading)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -79,6 +82,8 @@ class Completion(Answers):
             yield from self._with_usage(chunks)
 
     def delta(self, place: int, delta: TextDelta) -> Iterable[dict[str, Any]]:
+        if self._asked.nothing_new:
+            delta = _without_text(delta)
         if self._asked.continuous_usage:
             self._so_far.add(place, delta)
         index = place * self._params.n + delta.index
@@ -88,8 +93,6 @@ class Completion(Answers):
             if delta.prompt_logprobs is not None:
                 self._prompt_logprobs[place] = delta.prompt_logprobs
             echoed = self._first(index)
-        if self._asked.nothing_new:
-            delta = _without_text(delta)
         chunks = self._chunks(index, delta)
         if self._asked.return_token_ids and delta.new_token_ids:
             chunks = chunks or [self._empty(index)]
@@ -292,15 +295,18 @@ class UsageSoFar:
         self._completion: dict[int, int] = {}  # tokens generated after each prompt
         self._cached: dict[int, tuple[int, dict[str, int] | None]] = {}
         self._drafts: dict[tuple[int, int], tuple[int, int]] = {}  # of each choice
+        self._ended: set[int] = set()  # places whose prompt's tokens are all counted
 
     def add(self, place: int, delta: TextDelta) -> None:
         """Adds a delta of the prompt at `place`."""
         self._cached[place] = delta.cached_tokens, delta.cached_by_tier
         self._drafts[place, delta.index] = delta.drafted_tokens, delta.accepted_tokens
-        before = self._completion.get(place, 0)
-        self._completion[place] = (
-            before + len(delta.new_token_ids) if delta.output is None else generated(delta.output)
-        )
+        if delta.output is not None:
+            self._ended.add(place)
+            self._completion[place] = generated(delta.output)
+        elif place not in self._ended:  # else it is a choice's whose text left after the last one
+            before = self._completion.get(place, 0)
+            self._completion[place] = before + len(delta.new_token_ids)
 
     def now(self) -> dict[str, Any]:
         """The counts; cached tokens are known from the first piece of text on."""

@@ -29,6 +29,8 @@ from coppice.runtime.requests.sampling_params import (
 
 # Most alternatives per token that a client may ask for: the API's own limit for chats.
 MAX_LOGPROBS = 20
+# Of one request: each takes memory from its beginning on.
+MOST_RESULTS = 131_072
 _MOST = 2**31 - 1
 
 TokenIds: TypeAlias = Annotated[
@@ -250,6 +252,13 @@ def parse_completion(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> T
         values |= {"max_tokens": 1, "min_tokens": 0}
     prompt = asked.prompt
     prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else tuple(prompt)
+    results = len(prompts) * max(asked.n or 1, asked.best_of or 1)
+    if results > MOST_RESULTS:
+        raise BadRequest(
+            f"prompt times n (or best_of) must be at most {MOST_RESULTS:,} results, "
+            f"got {results:,}",
+            param="prompt",
+        )
     more = {"echo": asked.echo, "nothing_new": asked.max_tokens == 0}
     return _request(asked, body, values, defaults, prompts=prompts, **more)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from coppice.frontend.api import kept_prefixes
@@ -21,6 +22,7 @@ class Engine:
         self.stopped = False
 
     async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)  # others ask, too
         if self.stopped:
             raise EngineStopped("it does not run")
         if method == "unpin":
@@ -101,3 +103,27 @@ async def test_no_request_fails_for_them() -> None:
     engine = Engine(1000)
     engine.stopped = True
     assert await keep(KeptPrefixes(engine), (5, 300)) == []
+
+
+async def test_requests_of_one_key_may_keep_prefixes_at_the_same_time() -> None:
+    engine = Engine(10**6)
+    kept = KeptPrefixes(engine)
+
+    async def talk(number: int) -> None:
+        prompt = [number, *PROMPT]
+        for turn in range(10, 90, 10):
+            assert await keep(kept, (turn, 300), prompt=prompt) == [(turn, 300)]
+
+    await asyncio.gather(*map(talk, range(6)))
+    assert engine.shown() == [(80, 300)] * 6
+    assert list(kept._kept) == list(engine.pins)
+
+
+async def test_a_prefix_that_the_engine_refuses_is_not_kept() -> None:
+    """As one of an adapter that was replaced meanwhile."""
+
+    class Refuses(Engine):
+        async def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("it is loaded from elsewhere")
+
+    assert await keep(KeptPrefixes(Refuses(100)), (10, 300)) == []

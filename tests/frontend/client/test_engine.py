@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from coppice.frontend.text.beam_stops import WatchStopStrings
 from coppice.frontend.text.engine import TextEngine
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.config import EngineConfig
+from coppice.runtime.process.channel import Channel
+from coppice.runtime.process.messages import Ready
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
+from coppice.runtime.requests.pooling_recipe import Recipe
 from coppice.runtime.requests.request import DeviceLost, QueueFull, StepOutput
 from coppice.runtime.requests.sampling_params import SamplingParams
 
@@ -301,4 +305,60 @@ async def test_what_comes_faster_than_it_is_read_is_joined(
         assert delta.new_token_ids == delta.completion.token_ids
         assert list(delta.logprobs) == delta.completion.logprobs
         assert delta.text_offsets == delta.completion.text_offsets
+    await engine.stop()
+
+
+class Launched:
+    """An engine that says one thing when it has loaded, and ends when it is told to."""
+
+    def __init__(self, word: object) -> None:
+        self._ours, self._theirs = Pipe()
+        self._answers, self._their_answers = Pipe()
+        self.over = threading.Event()
+        self._theirs.send([word])
+
+    def channels(self) -> tuple[Channel, Channel]:
+        return Channel(self._ours), Channel(self._answers)
+
+    def silent(self) -> None:
+        """Its connections end, and its process is there still."""
+        self._theirs.close()
+        self._their_answers.close()
+
+    def wait(self, timeout: float | None = None) -> str | None:
+        return "it ended" if self.over.wait(timeout) else None
+
+    def kill(self) -> None:
+        self.silent()
+        self.over.set()
+
+
+async def test_the_next_engine_waits_until_one_that_failed_to_load_has_ended(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its late end would be taken for that of the next one."""
+    monkeypatch.setattr(lifecycle, "FIRST_PAUSE", 0.01)
+    ready = Ready("", 100, 320, Recipe(True, "no vectors", "no scores"))
+    first, failed, third = made = [Launched(ready), Launched(OSError("no room")), Launched(ready)]
+    launched: list[Launched] = []
+
+    def launch() -> Launched:
+        launched.append(made[len(launched)])
+        return launched[-1]
+
+    engine = EngineClient(launch, tokenizer)
+    await engine.start()
+    first.kill()
+    while len(launched) < 2:
+        await asyncio.sleep(0.005)
+    failed.silent()
+    await asyncio.sleep(0.2)
+    assert launched == [first, failed], "it still ends"
+    failed.over.set()
+    while not engine.alive:
+        await asyncio.sleep(0.005)
+    assert launched == made
+    await asyncio.sleep(0.05)
+    assert engine.alive and engine.restarts == 2
+    third.kill()
     await engine.stop()

@@ -170,6 +170,9 @@ def test_requests_a_minute() -> None:
     assert refusals == [(429, 10), (429, 1), (429, 10), (429, 10)]
     with access.using(a, "/health"):  # which is not counted
         assert not begins(a)
+    for path in ("/score", "/rerank", "/v2/rerank", "/tokenize", "/detokenize"):
+        with pytest.raises(BadRequest), access.using(a, path):
+            pass
 
 
 async def test_a_request_that_takes_too_long(serving: Callable[..., Any]) -> None:

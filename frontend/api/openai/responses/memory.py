@@ -66,7 +66,7 @@ class _Shelf:
     """The responses of one owner, the one that was not used for longest first."""
 
     found: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
-    items: dict[str, Remembered] = field(default_factory=dict)
+    items: dict[str, list[Remembered]] = field(default_factory=dict)  # who has an item of that id
     size: int = 0
 
 
@@ -106,9 +106,10 @@ class ResponseMemory:
     def item(self, owner: str, item_id: str) -> Json | None:
         """The item of that id, of any response that is kept."""
         with self._lock:
-            found = self._shelf(owner).items.get(item_id)
-        if found is None:
-            return None
+            holders = self._shelf(owner).items.get(item_id)
+            if holders is None:
+                return None
+            found = holders[-1]
         items = [*from_json(found.input), *from_json(found.body)["output"]]
         return next(item for item in items if item["id"] == item_id)
 
@@ -121,12 +122,14 @@ class ResponseMemory:
     ) -> None:
         """Remembers a response; forgets what was not used for longest if that is too much.
 
-        A response that takes more than all of the memory is forgotten at once.
+        A response that takes more than all of the memory is not remembered.
         """
         ids = tuple(item["id"] for item in (*input_items, *response["output"]))
         kept = Remembered(to_json(response), to_json(input_items), before, ids, self._clock())
         with self._lock:
             shelf = self._shelf(owner)
+            if kept.size > self.most_bytes:
+                return
             _hold(shelf, kept)
             shelf.found[response["id"]] = kept
             while shelf.found and (
@@ -165,7 +168,8 @@ def _hold(shelf: _Shelf, place: Remembered | None) -> None:
         if place.holders > 1:
             break
         shelf.size += place.size
-        shelf.items |= dict.fromkeys(place.item_ids, place)
+        for name in place.item_ids:
+            shelf.items.setdefault(name, []).append(place)
         place = place.before
 
 
@@ -178,6 +182,8 @@ def _forget(shelf: _Shelf, response_id: str) -> None:
             break
         shelf.size -= place.size
         for name in place.item_ids:
-            if shelf.items.get(name) is place:
+            holders = shelf.items[name]
+            holders.remove(place)
+            if not holders:
                 del shelf.items[name]
         place = place.before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import pickle
 import threading
@@ -201,6 +203,25 @@ def test_loading_and_unloading_under_load(
     for each, expected in zip(found, alone, strict=True):
         assert each
         assert all(tokens == expected for tokens in each)
+
+
+def test_an_adapter_whose_client_has_gone_while_it_was_loaded_is_known(
+    http: httpx.Client, server: LiveServer, folders: dict[str, Path]
+) -> None:
+    routes = server._server._adapters
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(routes.load("b", str(folders["b"])))
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        while routes._loading:
+            await asyncio.sleep(0.005)
+
+    server.run(leave())
+    assert complete(http, "b")
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "b"}).status_code == 200
 
 
 class Trap:

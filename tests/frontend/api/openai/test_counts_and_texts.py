@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from coppice.frontend.api.openai.answers import UsageSoFar
+from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
+
 if TYPE_CHECKING:
     from tests.frontend.conftest import LiveServer
 
@@ -148,3 +151,26 @@ def test_nothing_but_the_echo(http: httpx.Client) -> None:
     answer = http.post(COMPLETIONS, json={"model": "tiny", "prompt": "a", "max_tokens": 0})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "max_tokens"
+
+
+def test_counts_of_a_text_that_leaves_after_the_requests_end() -> None:
+    """Pieces of several results that wait together leave result by result."""
+    so_far = UsageSoFar([[1, 2, 3]])
+    made = [
+        CompletionOutput(index, "", (7,) * tokens, "length", None)
+        for index, tokens in enumerate((2, 3))
+    ]
+    whole = RequestOutput("r", None, (1, 2, 3), made, True, 0)
+    so_far.add(0, TextDelta("r", "a", (7,), None))
+    so_far.add(0, TextDelta("r", "b", (7,), whole))
+    assert so_far.now()["completion_tokens"] == 5
+    so_far.add(0, TextDelta("r", "c", (7, 7, 7), None, index=1))
+    assert so_far.now()["completion_tokens"] == 5
+
+
+def test_nothing_is_counted_of_a_prompt_alone(http: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": "The key", "max_tokens": 0, "echo": True, "stream": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    response = http.post(COMPLETIONS, json=body)
+    events = [json.loads(each.removeprefix("data: ")) for each in response.text.split("\n\n")[:-2]]
+    assert {event["usage"]["completion_tokens"] for event in events} == {0}

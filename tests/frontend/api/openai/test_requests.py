@@ -520,3 +520,12 @@ def test_garbage_is_refused_and_nothing_worse(changes: dict[str, Any]) -> None:
             message = error.body["error"]["message"]
             assert message == str(error)  # noqa: PT017 - that it is refused is no must
             assert len(message) < 500
+
+
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_results_of_one_request_are_bounded(name: str) -> None:
+    body = {"model": "tiny", "prompt": [[5]] * 128, name: 1024}
+    assert len(parse_completion(body).prompts) == 128
+    error = refused(parse_completion, body | {"prompt": [[5]] * 129})
+    assert "at most 131,072 results, got 132,096" in error["message"]
+    assert len(parse_completion(body | {"prompt": [[5]] * 100_000, name: 1}).prompts) == 100_000

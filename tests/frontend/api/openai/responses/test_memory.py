@@ -84,9 +84,21 @@ def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
     put(memory, "d", size=5_000)
     assert [name for name in "abcd" if memory.get("me", name)] == ["a", "c", "d"]
     assert used(memory) <= 22_000
+    before = used(memory)
     memory.put("me", {"id": "e", "output": [message("e", 30_000)]}, [], None)
     assert memory.get("me", "e") is None, "more than all of the memory"
-    assert used(memory) == 0
+    assert used(memory) == before, "it takes no other one's place"
+
+
+def test_an_item_of_two_responses_is_found_as_long_as_one_is_remembered() -> None:
+    memory = ResponseMemory(2**20, 60)
+    for name in "ab":
+        memory.put("me", {"id": name, "output": []}, [message("shared"), message("shared")], None)
+    assert memory.delete("me", "b")
+    assert memory.item("me", "shared") == message("shared")
+    assert memory.delete("me", "a")
+    assert memory.item("me", "shared") is None
+    assert not memory._shelves["me"].items
 
 
 def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
