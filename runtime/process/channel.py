@@ -96,7 +96,7 @@ class Channel:
 
 
 def _pickled(items: list[Any]) -> bytes:
-    """The items as bytes, without those that can't be pickled: the others must not wait for them."""
+    """The items as bytes, without those that can't be pickled, for which others must not wait."""
     try:
         return pickle.dumps(items, pickle.HIGHEST_PROTOCOL)
     except Exception:
