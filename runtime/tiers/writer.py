@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ from coppice.runtime.tiers.told import TiersTold
 logger = logging.getLogger(__name__)
 
 _REST_SECONDS = 10.0  # for which a tier that failed is not written to
+_NICE = 10  # by which the thread is nicer than others: a tenth of the scheduler's weight
 
 
 class Batch(NamedTuple):
@@ -44,7 +47,8 @@ class Writer:
     """Writes batches to all tiers, in the order in which they came, and tells them of hits.
 
     After a write it pauses for as long as that took, so that reads and steps have at least half of
-    the disk's and the memory's time; not when it is about to end. What can't be stored is not tried
+    the disk's and the memory's time; not when it is about to end. Its thread leaves the processor
+    to those that compute, where both want it (Linux). What can't be stored is not tried
     again: `unstored` gets its names, and those of pages that a tier does not have any more.
 
     Attributes:
@@ -124,6 +128,11 @@ class Writer:
         self.poll()
 
     def _run(self) -> None:
+        if sys.platform == "linux":
+            thread = threading.get_native_id()
+            with suppress(OSError):
+                nice = min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+                os.setpriority(os.PRIO_PROCESS, thread, nice)
         while (task := self._batches.get()) is not None:
             start = time.perf_counter()
             tiers = range(len(self._stores))

@@ -64,6 +64,7 @@ def damage(folder: Path, rng: random.Random) -> None:
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "operations",
     [6_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(14_000)])],

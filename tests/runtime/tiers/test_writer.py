@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 
 import numpy as np
@@ -99,3 +102,20 @@ def test_what_a_tier_gave_up_may_be_written_again(parts):
         writer.poll()
     assert unstored[1:] == [keys[3].name], "it does not have it"
     assert store.told == [(4, 7)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads of other systems have no niceness")
+def test_its_thread_leaves_the_processor_to_those_that_compute(parts):
+    store, writer, _ = parts
+    nice = []
+    store.used_above = lambda keys, times: nice.append(priority()) or []
+    keys = numbered(2)
+    writer.tell(Hits(keys, [key.name for key in keys], 1))
+    while not nice:
+        time.sleep(0.001)
+    assert nice == [min(19, priority() + 10)]
+
+
+def priority() -> int:
+    """The niceness of this thread."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
