@@ -16,7 +16,6 @@ from coppice.kernels.cpu.code.processor import PATHS, path_of
 from coppice.kernels.pages.packing import packed_bytes
 from coppice.kernels.pages.transfers import PageTransfers, page_transfers
 from coppice.runtime.config import EngineConfig
-from coppice.runtime.model.files.path import resolve_model
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.schedule.paging import PageCopy, copy_batches
 from coppice.runtime.schedule.scheduler import Scheduler
@@ -119,14 +118,15 @@ def _copy(runner: ModelRunner, transfers: PageTransfers, copies: Iterable[PageCo
         runner.attention.copy_pages(runner.kv_cache, sources, targets)
 
 
-def digest_of_weights(config: EngineConfig) -> bytes:
+def digest_of_weights(config: EngineConfig, path: Path) -> bytes:
     """What tells the weights of an engine from others of the same shapes.
 
-    Files are read once, and remembered. Raises OSError if one can't be read.
+    `path` is the folder that was loaded: what a hub id names may be another one by now. Files are
+    read once, and remembered. Raises OSError if one can't be read.
     """
     if config.load_format == "dummy":
         return b"dummy" + str(config.seed).encode()
-    return weights_digest(resolve_model(config.model, config.revision), cache_file())
+    return weights_digest(path, cache_file())
 
 
 def _instructions(device: torch.device) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
 
     The weights by their content, the types and kernels that compute with them, and the layout.
     """
-    weights = digest_of_weights(config)
+    weights = digest_of_weights(config, runner.path)
     cache = runner.kv_cache[0]
     described = repr((
         NUMBERS,

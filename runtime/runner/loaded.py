@@ -101,7 +101,7 @@ class LoadedModel:
         if self.device.type == "cuda" and group.size > 1:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.group, self.followers = group, Followers(group)
-        path = resolve_model(config.model, config.revision)
+        path = self.path = resolve_model(config.model, config.revision)
         check_model_folder(path, weights=config.load_format != "dummy")
         self._implementation = choose(path, config)
         model = self.model_config = self._implementation.config

@@ -117,14 +117,15 @@ class Scheduler:
         copies = [*self._forks.values(), *self._schedule.copies]
         if not copies:
             return
-        self._forks.clear()
         try:
             self.tiers.copy(copies)
         except BaseException as error:
             # The step fails, with all whose pages were to be copied. To raise it here, an interrupt
             # too, would lose pages that are being handed out.
+            # Who leaves before it fails must not keep a page that is not copied: see `_leave`.
             self._schedule.copies, self._schedule.failure = copies, error
         else:
+            self._forks.clear()
             self._schedule.copies = []
 
     def move_to(self, tree: RadixTree) -> None:

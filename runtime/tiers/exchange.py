@@ -35,7 +35,9 @@ _TELL_SECONDS = 5.0  # between two times at which tiers are told what was hit
 _TOLD_PAGES = 1024  # of one time
 _TOLD_AT_END = 1 << 17
 _BETWEEN_SECONDS = 0.01  # until a thread may have done something, while no request runs
-_BESIDE_STEP = 4 * 2**20  # bytes copied between two steps of pages that were hit again
+# Bytes copied between two steps of pages that were hit again; and at a time where none follows: a
+# request may come, and the outputs of the last step are not sent yet.
+_BESIDE_STEP, _IDLE = 4 * 2**20, 64 * 2**20
 
 
 class Tiers:
@@ -209,13 +211,14 @@ class Tiers:
     def beside(self, *, idle: bool) -> None:
         """Copies some of the pages that were hit again, as many as do not delay the next step.
 
-        `idle`: no step follows, so as many as the writer takes.
+        `idle`: no step follows, so more than that.
         """
         self.flush()
         self._writer.poll()
         if self._again:
             self.before_access()
-        room = self._writer.room() if idle else min(_BESIDE_STEP, self._writer.room() // 2)
+        room = self._writer.room()
+        room = min(_IDLE, room) if idle else min(_BESIDE_STEP, room // 2)
         most = room // self._page_bytes
         if not idle:
             most = max(1, most) if room else 0

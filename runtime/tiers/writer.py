@@ -139,7 +139,8 @@ class Writer:
             size, unstored = 0, list[bytes]()
             try:
                 if isinstance(task, Hits):
-                    unstored = [name for tier in tiers for name in self._tell(tier, task)]
+                    if time.monotonic() < self._deadline:
+                        unstored = [name for tier in tiers for name in self._tell(tier, task)]
                 else:
                     size, unstored = task.pages.nbytes, task.names
                     if time.monotonic() < self._deadline:

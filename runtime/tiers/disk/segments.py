@@ -126,9 +126,10 @@ class Segments:
         self._used += size
 
     def _begin(self) -> None:
-        number = self._last + 1
+        self._last += 1  # first: a file of that number may be there, of whoever put it there
+        number = self._last
         self._writing = os.open(self.path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._current = self._last = number
+        self._current = number
         self._sizes[number] = 0
 
     def finish(self) -> None:

@@ -198,6 +198,10 @@ class Load:
             for at in [at for at, each in pages.items() if tier is None or each.tier == tier]:
                 del pages[at]
 
+    def forget(self) -> None:
+        """Gives up what is there, too: nobody will take it."""
+        self._rows.clear()
+
     def _end(self, index: int, found: FoundPage) -> int:
         """The position after the last token of a page that is of use."""
         return index * self._size + found.place.tokens

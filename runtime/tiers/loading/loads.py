@@ -194,6 +194,8 @@ class Loads:
         if (load := self._loads.pop(sequence, None)) is not None:
             load.give_up()
             self._withdraw(load)
+            self._queued.pop(load, None)  # what a thread reads now, `_came` counts
+            load.forget()
             if self._coming.get(load.mark) is load:
                 del self._coming[load.mark]
 
@@ -203,7 +205,13 @@ class Loads:
     def about_to_come(self) -> bool:
         """Whether tiers are about to answer, or a running sequence has pages or waits for some."""
         return any(
-            load.finding or (load.sequence.status is Status.RUNNING and not load.over)
+            # A beam that waits for its siblings computes nothing, and takes no pages either.
+            load.finding
+            or (
+                load.sequence.status is Status.RUNNING
+                and load.sequence.remaining > 0
+                and not load.over
+            )
             for load in self._loads.values()
         )
 

@@ -119,3 +119,12 @@ def test_its_thread_leaves_the_processor_to_those_that_compute(parts):
 def priority() -> int:
     """The niceness of this thread."""
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_no_hits_are_told_after_the_deadline(parts):
+    store, writer, _ = parts
+    writer.hurry(time.monotonic() - 1)
+    keys = numbered(2)
+    writer.tell(Hits(keys, [key.name for key in keys], 1))
+    writer.close()
+    assert not store.told

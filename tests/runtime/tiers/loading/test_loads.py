@@ -256,6 +256,31 @@ def test_what_is_dropped_is_not_read():
     assert store.loaded == 0 and not any(made.loads._pieces)
 
 
+def test_what_is_dropped_while_a_thread_reads_for_it_is_forgotten():
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made = Made(store)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    made.answer()
+    made.reading[0].work(1)
+    made.loads.poll()
+    load = made.loads.of(mine)
+    assert load.staged == 2
+    load_bytes = store.load
+
+    def while_it_reads(*given):
+        made.loads.drop(mine)
+        return load_bytes(*given)
+
+    store.load = while_it_reads
+    made.reading[0].work(1)
+    made.reading[0].work()
+    made.loads.poll()
+    assert not made.loads._queued and load.staged == 0
+    assert not any(made.loads._pieces)
+
+
 @pytest.mark.parametrize("running", [False, True])
 def test_what_is_read_beforehand_is_bounded(running, monkeypatch):
     """However many wait or run; of those that run each has a piece."""
