@@ -252,7 +252,7 @@ def parse_completion(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> T
         values |= {"max_tokens": 1, "min_tokens": 0}
     prompt = asked.prompt
     prompts = (prompt,) if isinstance(prompt, str) or isinstance(prompt[0], int) else tuple(prompt)
-    results = len(prompts) * max(asked.n or 1, asked.best_of or 1)
+    results = len(prompts) * max(asked.n, asked.best_of or 1)
     if results > MOST_RESULTS:
         raise BadRequest(
             f"prompt times n (or best_of) must be at most {MOST_RESULTS:,} results, "

@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tiered_engine import GREEDY, engine, loading_pays, prompts_of, serve
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.engine.tiering import numbers_digest
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
@@ -419,6 +421,13 @@ def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path, mo
     old = engine(llama, tmp_path / "cache")
     assert serve(old, prompts[:1])[0] == before[:1]
     old.close()
+
+
+def test_names_are_of_the_weights_that_were_loaded(llama):
+    """What a hub id names may have become another snapshot since."""
+    made = with_store(llama, MemoryStore())
+    moved = replace(made.config, model="is/elsewhere/now")
+    assert numbers_digest(moved, made.runner) == numbers_digest(made.config, made.runner)
 
 
 def test_a_copy_that_fails_inside_a_page_costs_no_token(llama, monkeypatch):

@@ -244,25 +244,25 @@ def test_of_a_slow_tier_little_is_read_at_once():
     assert made.loads._pieces == [10]
 
 
-def test_what_is_dropped_is_not_read():
+def begun() -> tuple[MemoryStore, Made, Sequence]:
+    """A store that has all pages of a sequence, which are about to be read."""
     store = MemoryStore()
     fill(store, TOKENS)
-    made = Made(store)
-    mine = sequence(TOKENS)
+    made, mine = Made(store), sequence(TOKENS)
     made.loads.begin(mine, 0)
     made.answer()
+    return store, made, mine
+
+
+def test_what_is_dropped_is_not_read():
+    store, made, mine = begun()
     made.loads.drop(mine)
     made.reading[0].work()
     assert store.loaded == 0 and not any(made.loads._pieces)
 
 
 def test_what_is_dropped_while_a_thread_reads_for_it_is_forgotten():
-    store = MemoryStore()
-    fill(store, TOKENS)
-    made = Made(store)
-    mine = sequence(TOKENS)
-    made.loads.begin(mine, 0)
-    made.answer()
+    store, made, mine = begun()
     made.reading[0].work(1)
     made.loads.poll()
     load = made.loads.of(mine)
@@ -279,6 +279,17 @@ def test_what_is_dropped_while_a_thread_reads_for_it_is_forgotten():
     made.loads.poll()
     assert not made.loads._queued and load.staged == 0
     assert not any(made.loads._pieces)
+
+
+def test_nothing_is_about_to_come_for_a_sequence_that_has_nothing_to_compute():
+    """A beam that waits for its siblings takes no pages; others must not wait for it to do so."""
+    _, made, mine = begun()
+    made.reading[0].work(1)
+    made.loads.poll()
+    mine.status = Status.RUNNING
+    assert made.loads.about_to_come
+    mine.computed = len(mine.tokens)
+    assert not made.loads.about_to_come
 
 
 @pytest.mark.parametrize("running", [False, True])
