@@ -1,7 +1,7 @@
 """What loading pages from tiers takes beside computing them, and what keeping them costs.
 
     python benchmarks/tiers.py [--models S M demo] [--redis redis://127.0.0.1:PORT] [--quick]
-                               [--rounds N] [--json FILE]
+                               [--rounds N] [--ranks N] [--json FILE]
 
 Rows of `case: first token`, for prompts of 1,000, 4,000 and 8,000 random tokens, medians over the
 rounds, in each of which all ways follow each other on one engine for each tier: seconds to the
@@ -13,6 +13,7 @@ first token with the prompt
     cached      in that folder, with the files in the system's memory
     shared      in a Redis server, with `--redis`
     host        in main memory
+    all         in all of these at once
 
 as `x_cold`: how many times faster than cold, and for the disk `x_read`: how many times as long as
 reading the same files takes, and `x_read_but_step`: the same without the step that computes the
@@ -24,8 +25,8 @@ three times as long or a third. `alone`: seconds with loading alone, `computed` 
 `both` with the beginning computed while the end is loaded; `gain` is the better of the two over
 both.
 
-Rows of `case: unused`: requests of which nothing is in the tier, on two engines of which one has a
-disk tier that gets all their pages, in turns; `over` is the time with it over the time without.
+Rows of `case: unused`: requests of which nothing is in the tiers, on two engines of which one has
+`tiers` that get all their pages, in turns; `over` is the time with them over the time without.
 
 Rows of `case: rounded`, with the demo model or the folder of another one that knows text: what
 answers after a hit lose where the disk keeps 8 bits a number (`--disk-cache-dtype`). Windows of
@@ -63,11 +64,14 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 FEW = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
+_RANKS = {"tensor_parallel_size": 1}  # of all engines
+
+
 def engine(model: str, tokens: int = 8192 + 512, **options: Any) -> Engine:
     return Engine(
         EngineConfig(
             model=model, kv_cache_tokens=tokens, max_num_batched_tokens=512, max_num_seqs=16,
-            seed=0, **options,
+            seed=0, **_RANKS, **options,
         )
     )  # fmt: skip
 
@@ -127,12 +131,13 @@ def times_of_first_tokens(rows: Rows, name: str, model: str, options: dict[str, 
         found: dict[str, list[float]] = {}
         hits: dict[str, list[int]] = {}
         reads: list[float] = []
-        folder = Path(tempfile.mkdtemp())
+        folder, other = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
         plain = engine(model)
         sides = {"disk": engine(model, disk_cache=str(folder), disk_cache_size="8GiB"),
                  "host": engine(model, host_cache="4GiB")}  # fmt: skip
         if options["redis"]:
             sides["shared"] = engine(model, shared_cache=options["redis"])
+            sides["all"] = engine(model, **every_tier(other, options))
         try:
             for made in sides.values():
                 for _ in range(2):
@@ -160,10 +165,12 @@ def times_of_first_tokens(rows: Rows, name: str, model: str, options: dict[str, 
             for made in (plain, *sides.values()):
                 made.close()
             shutil.rmtree(folder)
+            shutil.rmtree(other)
         middle = {way: statistics.median(each) for way, each in found.items()}
         read = statistics.median(reads)
         rows.add(**{"machine": machine()} | {
-            "case": "first token", "model": name, "tokens": length, "rounds": options["rounds"],
+            "case": "first token", "model": name, **ranks(), "tokens": length,
+            "rounds": options["rounds"],
             "x_cold": {way: round(middle["cold"] / each, 2) for way, each in middle.items()},
             "x_read": round(middle["disk"] / read, 2),
             "x_read_but_step": round((middle["disk"] - middle["memory"]) / read, 2),
@@ -230,19 +237,45 @@ def together(rows: Rows, name: str, model: str, options: dict[str, Any]) -> None
             "both": statistics.median(both),
         }  # fmt: skip
         rows.add(**{"machine": machine()} | {
-            "case": "together", "model": name, "tokens": length, "loading": label,
+            "case": "together", "model": name, **ranks(), "tokens": length, "loading": label,
             "gain": round(min(middle["alone"], middle["computed"]) / middle["both"], 2),
             "times": {way: round(value, 4) for way, value in middle.items()},
         })  # fmt: skip
     plain.close()
 
 
+def every_tier(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of an engine with all tiers."""
+    return {"host_cache": "4GiB", "disk_cache": str(folder), "disk_cache_size": "8GiB",
+            "shared_cache": options["redis"]}  # fmt: skip
+
+
+def ranks() -> dict[str, int]:
+    """How many ranks engines have, for rows, if they have several."""
+    return {"ranks": size} if (size := _RANKS["tensor_parallel_size"]) > 1 else {}
+
+
 def unused(rows: Rows, name: str, model: str, options: dict[str, Any]) -> None:
-    """New prompts all the time in a small pool: every page is evicted, and goes to the disk."""
+    """New prompts all the time in a small pool: every page is evicted, and goes to the tiers."""
     folder = Path(tempfile.mkdtemp())
+    unused_tiers(rows, name, model, options, folder, {
+        "disk_cache": str(folder), "disk_cache_size": "8GiB",
+    })  # fmt: skip
+    if options["redis"]:
+        folder = Path(tempfile.mkdtemp())
+        unused_tiers(rows, name, model, options, folder, every_tier(folder, options))
+
+
+def unused_tiers(
+    rows: Rows,
+    name: str,
+    model: str,
+    options: dict[str, Any],
+    folder: Path,
+    tiers: dict[str, Any],
+) -> None:
     rng = random.Random(3)
-    disk = {"disk_cache": str(folder), "disk_cache_size": "8GiB"}
-    sides = {"without": engine(model, tokens=4096), "with": engine(model, tokens=4096, **disk)}
+    sides = {"without": engine(model, tokens=4096), "with": engine(model, tokens=4096, **tiers)}
     ratios = []
     try:
         for turn in range(options["turns"]):
@@ -264,10 +297,11 @@ def unused(rows: Rows, name: str, model: str, options: dict[str, Any]) -> None:
         shutil.rmtree(folder)
     ratios.sort()
     rows.add(**{"machine": machine()} | {
-        "case": "unused", "model": name, "turns": options["turns"],
+        "case": "unused", "model": name, **ranks(), "turns": options["turns"],
+        "tiers": [each.name for each in written.stores],
         "over": round(statistics.median(ratios), 3),
         "quartiles": [round(ratios[len(ratios) // 4], 3), round(ratios[-1 - len(ratios) // 4], 3)],
-        "written_pages": written.stores[0].written_pages,
+        "written_pages": [each.written_pages for each in written.stores],
         "unwritten_pages": written.unwritten_pages,
     })  # fmt: skip
 
@@ -335,12 +369,14 @@ def main() -> None:
     made.add_argument("--models", nargs="+", default=["S", "M", "demo"])
     made.add_argument("--redis", help="address of a Redis server, for the tier of that kind")
     made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--ranks", type=int, default=1, help="processes that share the model")
     made.add_argument("--turns", type=int, default=20)
     made.add_argument("--cache", type=Path, default=Path("build/models"))
     made.add_argument("--cases", nargs="+", default=["first", "together", "unused", "rounded"])
     arguments = made.parse_args()
     arguments.cache.mkdir(parents=True, exist_ok=True)
     rows = Rows(arguments.json)
+    _RANKS["tensor_parallel_size"] = arguments.ranks
     options = vars(arguments)
     if arguments.quick:
         options |= {"rounds": 2, "turns": 4}

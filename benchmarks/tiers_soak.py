@@ -5,13 +5,13 @@
 A small model of random weights serves conversations that go on, start anew and share beginnings,
 from a cache that holds a few of them, with main memory and a folder as tiers that are too small for
 all: pages are evicted, written, dropped, loaded and computed again all the time. From time to time
-nothing is asked, or the engine sleeps. One engine serves for the first two thirds of the time; in the
-last third engines end, each after a minute or two, and another one opens the folder: a restart.
+nothing is asked, or the engine sleeps. One engine serves for the first two thirds of the time; in
+the last third engines end, each after a minute or two, and another one opens the folder: a restart.
 
 A row for each minute: resident memory, open files, threads, requests, tokens from tiers. The last
-row: how much memory grew in the one engine, from the second quarter of its life to the last one, and
-what that is in an hour; how high it came with restarts, beside the one engine; the most open files
-and threads of both parts.
+row: how much memory grew in the one engine, from the second quarter of its life to the last one,
+and what that is in an hour; how high it came with restarts, beside the one engine; the most open
+files and threads of both parts.
 """
 
 from __future__ import annotations

@@ -43,8 +43,12 @@ class Rounding:
         page_bytes: of a rounded page.
     """
 
-    def __init__(self, caches: Sequence[LayerCache], kind: str) -> None:
+    def __init__(
+        self, caches: Sequence[LayerCache], kind: str, packed_bytes: int | None = None
+    ) -> None:
         """`kind` is "int8", 255 equal steps a block, or "fp8", e4m3 with a power of two as scale.
+
+        `packed_bytes`: of a page, if it has more than these caches' part of it.
 
         Raises ValueError if the cache's numbers are not of 16 or 32 bits.
         """
@@ -59,6 +63,8 @@ class Rounding:
             block //= 2
         self._block, self._fp8 = block, kind == "fp8"
         self._numbers = sum(each[0].numel() for each in tensors)
+        if packed_bytes is not None:
+            self._numbers = packed_bytes // self._dtype.itemsize
         self.page_bytes = self._numbers + self._numbers // block * 2
 
     def encode(self, pages: np.ndarray) -> np.ndarray:

@@ -362,11 +362,6 @@ class EngineConfig:
                 raise ValueError(
                     f"{name} must be None without enable_prefix_caching, got {value!r}"
                 )
-            if self.tensor_parallel_size > 1:
-                raise ValueError(
-                    f"{name} must be None with tensor_parallel_size {self.tensor_parallel_size}: "
-                    f"pages are divided among ranks then; got {value!r}"
-                )
         if self.shared_cache is not None:
             check_address(self.shared_cache)
 

@@ -35,7 +35,7 @@ def unpack(caches: Sequence[LayerCache], pages: Sequence[int], packed: torch.Ten
     O(bytes).
     """
     index = torch.tensor(pages, dtype=torch.int64)
-    at, word = 0, _word(caches)
+    at, word = 0, _word(caches, packed)
     words = packed.view(word)
     for cache in caches:
         at = _put(cache, index, words, at)
@@ -43,7 +43,7 @@ def unpack(caches: Sequence[LayerCache], pages: Sequence[int], packed: torch.Ten
 
 def gather(caches: Sequence[LayerCache], index: torch.Tensor, out: torch.Tensor) -> None:
     """Packs the pages ``index``, int64, to ``out``, all on one device."""
-    at, word = 0, _word(caches)
+    at, word = 0, _word(caches, out)
     words = out.view(word)
     for cache in caches:
         for each in (cache.k, cache.v):
@@ -57,7 +57,7 @@ def put(cache: LayerCache, index: torch.Tensor, packed: torch.Tensor) -> None:
 
     All lie on one device.
     """
-    _put(cache, index, packed.view(_word([cache])), 0)
+    _put(cache, index, packed.view(_word([cache], packed)), 0)
 
 
 def _put(cache: LayerCache, index: torch.Tensor, words: torch.Tensor, at: int) -> int:
@@ -74,9 +74,13 @@ def _lines(cache: torch.Tensor, word: torch.dtype) -> torch.Tensor:
     return cache.view(cache.shape[0], -1).view(word)
 
 
-def _word(caches: Sequence[LayerCache]) -> torch.dtype:
-    """The widest type that divides the rows: copies by bytes take three times as long."""
+def _word(caches: Sequence[LayerCache], packed: torch.Tensor) -> torch.dtype:
+    """The widest type that divides the rows: copies by bytes take three times as long.
+
+    `packed` may be some columns of wider rows, which begin anywhere.
+    """
     widths = [each[0].nbytes for cache in caches for each in (cache.k, cache.v)]
+    widths += [int(packed.stride(0)), int(packed.storage_offset())]
     return next(
         word
         for word in (torch.int64, torch.int32, torch.int16, torch.uint8)

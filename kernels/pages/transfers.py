@@ -14,6 +14,7 @@ stream does; a step only has to fill what it touches, and waits for no layer bef
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,9 +37,11 @@ class Staged(NamedTuple):
 
     Attributes:
         parts: uint8 ``[pages, bytes]``: one for all layers; for a GPU one for each, pinned.
+        whole: of a divided model, the pages with the parts of all ranks; else None.
     """
 
     parts: Sequence[torch.Tensor]
+    whole: torch.Tensor | None = None
 
 
 class StagedRows(NamedTuple):
@@ -53,7 +56,12 @@ class PageTransfers:
     """Copies pages of a cache in main memory, at once; and the interface for all devices.
 
     One thread calls it, except for `room` and `stage`.
+
+    Attributes:
+        marks: of other ranks' parts of pages, see `mark`; empty for a model that is not divided.
     """
+
+    marks: Sequence[bytes] = ()
 
     def __init__(self, caches: Callable[[], Sequence[LayerCache]]) -> None:
         """`caches` gives the tensors of the pages, which may be others after `forget`."""
@@ -67,20 +75,35 @@ class PageTransfers:
         """Bytes of a packed page."""
         return sum(self._widths)
 
+    def mark(self) -> bytes:
+        """A digest, 16 bytes, of what packed pages need beside themselves: the scales."""
+        state = hashlib.blake2b(digest_size=16)
+        for layer in self._caches():
+            for scale in layer.scales or ():
+                state.update(scale.detach().cpu().float().contiguous().numpy().tobytes())
+        return state.digest()
+
     def room(self, count: int) -> torch.Tensor:
-        """Memory that pages can be read to, uint8 ``[count, page_bytes]``. In any thread."""
+        """Memory that pages can be read to, uint8 ``[count, page_bytes]``. In any thread.
+
+        Raises MemoryError if there is none.
+        """
         return host_rows(count, self.page_bytes, torch.device("cpu"))
 
     def stage(self, rows: torch.Tensor) -> Staged:
         """Packed pages, uint8 ``[count, page_bytes]``, as `fill` takes them. In any thread."""
         return Staged([rows])
 
-    def out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def out(
+        self, pages: Sequence[int], rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """Pages as they are after all that was queued so far, packed, and what waits for them.
 
-        The pages may be overwritten by what is queued from now on. None: they are there.
+        They are copied to `rows`, if given. The pages may be overwritten by what is queued from now
+        on. What waits is called once, in any thread, and raises what fails; None: they are there.
         """
-        rows = host_rows(len(pages), self.page_bytes, self._device)
+        if rows is None:
+            rows = host_rows(len(pages), self.page_bytes, self._device)
         pack(self._caches(), pages, rows)
         return rows, None
 
@@ -149,10 +172,12 @@ class DeviceTransfers(PageTransfers):
             begin, at = begin + size, at + width
         return Staged(parts)
 
-    def out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def out(
+        self, pages: Sequence[int], rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
         self.needed(pages)
         caches, streams = self._caches(), self._streams
-        rows = host_rows(len(pages), self.page_bytes, self._device)
+        pinned = host_rows(len(pages), self.page_bytes, self._device)
         [index] = send([np.array(pages, np.int64)], self._device)
         most = max(1, _GATHERED // self.page_bytes)
         copied: Event | None = None
@@ -164,10 +189,18 @@ class DeviceTransfers(PageTransfers):
             there = streams.record()
             with streams.copying():
                 streams.wait(there)
-                rows[begin : begin + most].copy_(gathered, non_blocking=True)
+                pinned[begin : begin + most].copy_(gathered, non_blocking=True)
                 streams.used(gathered)
                 copied = streams.record()
-        return rows, None if copied is None else copied.synchronize
+        if rows is None:
+            return pinned, None if copied is None else copied.synchronize
+
+        def ready() -> None:
+            if copied is not None:
+                copied.synchronize()
+            rows.copy_(pinned)
+
+        return rows, ready
 
     def fill(self, pages: Sequence[int], rows: Sequence[StagedRows]) -> None:
         streams = self._streams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +13,9 @@ import torch
 import xxhash
 
 from coppice.kernels.cpu.code.processor import PATHS, path_of
-from coppice.kernels.pages.packing import packed_bytes
-from coppice.kernels.pages.transfers import PageTransfers, page_transfers
+from coppice.kernels.pages.transfers import PageTransfers
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.runner.forward import ModelRunner
-from coppice.runtime.schedule.paging import PageCopy, copy_batches
 from coppice.runtime.schedule.scheduler import Scheduler
 from coppice.runtime.schedule.step_times import StepTimes
 from coppice.runtime.startup.room import available_memory, readable
@@ -37,6 +35,8 @@ NUMBERS = 1
 CLOSING_SECONDS = 6.0
 
 _MOST_WAITING = 4 * 2**30  # bytes of pages that may wait to be written
+# Bytes of a divided model's pages that may wait to be written or taken; taken as far as needed.
+_ON_THEIR_WAY = _MOST_WAITING + 4 * 2**30
 
 
 def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tiers | None:
@@ -46,6 +46,7 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
     """
     if not (config.host_cache or config.disk_cache or config.shared_cache):
         return None
+    transfers = runner.use_transfers(_ON_THEIR_WAY)
     stores: list[Store] = []
     try:
         if config.host_cache is not None:
@@ -55,29 +56,27 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
                     f"host_cache is {config.host_cache!r}; it must be at most the main memory that "
                     f"is free, {readable(there)}"
                 )
-            stores.append(HostStore(size, packed_bytes(runner.kv_cache), runner.device))
+            stores.append(HostStore(size, transfers.page_bytes, runner.device))
         if config.disk_cache is not None:
             folder = str(Path(config.disk_cache).expanduser())
             size = parse_size("disk_cache_size", config.disk_cache_size)
-            disk = partial(DiskStore, folder, size)
-            stores.append(_opened(runner, disk, "disk_cache_dtype", config.disk_cache_dtype))
+            disk, dtype = partial(DiskStore, folder, size), config.disk_cache_dtype
+            stores.append(_opened(runner, transfers, disk, "disk_cache_dtype", dtype))
         if (address := config.shared_cache) is not None:
             from coppice.runtime.tiers.shared import SharedStore
 
-            shared = partial(SharedStore, address)
-            dtype = config.shared_cache_dtype
-            stores.append(_opened(runner, shared, "shared_cache_dtype", dtype))
+            shared, dtype = partial(SharedStore, address), config.shared_cache_dtype
+            stores.append(_opened(runner, transfers, shared, "shared_cache_dtype", dtype))
     except (TierFailed, ValueError) as error:
         for store in stores:
             store.close()
         raise ValueError(str(error)) from error
     times = scheduler.times or StepTimes(2.0)  # the limit does not matter: nothing asks for it
-    transfers = runner.transfers = page_transfers(lambda: runner.kv_cache)
     tiers = Tiers(
         stores,
         tree=scheduler.paging.tree,
         transfers=transfers,
-        copy=partial(_copy, runner, transfers),
+        copy=runner.copy_pages,
         digest=numbers_digest(config, runner),
         compute_seconds=times.prefill_seconds,
         vocabulary=runner.model_config.vocab_size,
@@ -94,28 +93,27 @@ def _waiting_bytes(config: EngineConfig, page_bytes: int) -> int:
     return min(max(WAITING_BYTES, 2 * step), _MOST_WAITING)
 
 
-def _opened(runner: ModelRunner, store: Callable[[int], Store], name: str, dtype: str) -> Store:
-    """A store for the pages of a runner; `store` opens one, given the bytes of each page.
+def _opened(
+    runner: ModelRunner,
+    transfers: PageTransfers,
+    store: Callable[[int], Store],
+    name: str,
+    dtype: str,
+) -> Store:
+    """A store for what `transfers` packs; `store` opens one, given the bytes of each page.
 
     Raises ValueError, naming the option `name`, if the pages can't be kept as `dtype`.
     """
     if dtype == "auto":
-        return store(packed_bytes(runner.kv_cache))
+        return store(transfers.page_bytes)
     from coppice.kernels.rounding import Rounding
     from coppice.runtime.tiers.rounded import RoundedStore
 
     try:
-        rounding = Rounding(runner.kv_cache, dtype)
+        rounding = Rounding(runner.kv_cache, dtype, transfers.page_bytes)
     except ValueError as error:
         raise ValueError(f"{name} must be 'auto': {error}") from error
     return RoundedStore(store(rounding.page_bytes), rounding)
-
-
-def _copy(runner: ModelRunner, transfers: PageTransfers, copies: Iterable[PageCopy]) -> None:
-    for batch in copy_batches(copies):
-        sources, targets = [each.source for each in batch], [each.target for each in batch]
-        transfers.needed([*sources, *targets])
-        runner.attention.copy_pages(runner.kv_cache, sources, targets)
 
 
 def digest_of_weights(config: EngineConfig, path: Path) -> bytes:
@@ -157,11 +155,16 @@ def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
         # it depends on it.
         *(("disk", config.disk_cache_dtype) if config.disk_cache_dtype != "auto" else ()),
         *(("shared", config.shared_cache_dtype) if config.shared_cache_dtype != "auto" else ()),
+        # The order of sums, and whose part of a page comes first.
+        *(("ranks", runner.group.size) if runner.group.size > 1 else ()),
     ))  # fmt: skip
     state = xxhash.xxh3_128(weights + described.encode())
     for layer in runner.kv_cache:
         for scale in layer.scales or ():
             state.update(np.ascontiguousarray(scale.detach().cpu().float().numpy()).tobytes())
+    if runner.transfers is not None:
+        for mark in runner.transfers.marks:
+            state.update(mark)
     return state.digest()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.pages.transfers import PageTransfers
+from coppice.kernels.pages.transfers import PageTransfers, page_transfers
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.metrics.window_keys import WindowKeys
 from coppice.runtime.model.decoder import Decoder
@@ -19,9 +19,10 @@ from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache.size import NOTHING_BESIDE, Beside
 from coppice.runtime.runner.loaded import LoadedModel
+from coppice.runtime.runner.ranks.pages import DividedTransfers, PagesPart
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.chunks import Schedule
-from coppice.runtime.schedule.paging import copy_batches
+from coppice.runtime.schedule.paging import PageCopy, paired
 
 
 class Computed(NamedTuple):
@@ -56,6 +57,7 @@ class ModelRunner(LoadedModel):
         """As `LoadedModel`; raises as that does."""
         super().__init__(config, group, beside=beside, cached=cached)
         self.transfers: PageTransfers | None = None
+        self._part_of_pages: PagesPart | None = None  # on other ranks than the first
         windows = self.model_config.sliding_windows
         self.window_keys = WindowKeys.of(windows, self.beside.page, self.page_size)
         self._tree = BatchTree()
@@ -73,10 +75,7 @@ class ModelRunner(LoadedModel):
         graph chooses the tokens of the rows with logits by `columns`, the parameters of the choice,
         unless these are None.
         """
-        copies = [
-            ([copy.source for copy in batch], [copy.target for copy in batch])
-            for batch in copy_batches(schedule.copies)
-        ]
+        copies = paired(schedule.copies)
         if self.attention.ordered:
             schedule.chunks.sort(
                 key=lambda each: (
@@ -128,14 +127,14 @@ class ModelRunner(LoadedModel):
         rows if others are wanted, too.
         """
         transfers = self.transfers
-        for sources, targets in copies:
-            if transfers is not None:
-                transfers.needed([*sources, *targets])
-            self.attention.copy_pages(self.kv_cache, sources, targets)
+        self.copy_pairs(copies)
         if late is not None and len(batch.late_rows):
             self.group.share(late.tokens)
         kv: Sequence[LayerCache] = self.kv_cache
         if transfers is not None and batch.decodes and self.graphs is not None:
+            transfers.needed(batch.plan.page_indices)
+        elif transfers is not None and self.group.size > 1:
+            # Which layers have come differs from rank to rank, and so would the use of graphs.
             transfers.needed(batch.plan.page_indices)
         elif transfers is not None:
             kv = transfers.layers(batch.plan.page_indices)
@@ -170,6 +169,41 @@ class ModelRunner(LoadedModel):
         return self.decoder.logits(hidden[: len(batch.logit_rows)]), None, hidden
 
     @torch.inference_mode()
+    def copy_pairs(self, copies: Sequence[tuple[list[int], list[int]]]) -> None:
+        """Copies pages, this rank's parts of them; see `paired`."""
+        for sources, targets in copies:
+            if self.transfers is not None:
+                self.transfers.needed([*sources, *targets])
+            self.attention.copy_pages(self.kv_cache, sources, targets)
+
+    def copy_pages(self, copies: Iterable[PageCopy]) -> None:
+        """Copies pages, in order, before a step."""
+        pairs = paired(copies)
+        with self.together():
+            self.followers.tell("copy_pairs", pairs)
+            self.copy_pairs(pairs)
+
+    def use_transfers(self, room: int) -> PageTransfers:
+        """Copies pages to memory and back from now on, for tiers; returns what does.
+
+        If the model is divided, pages of at most `room` bytes are on their way at a time. Raises as
+        `DividedTransfers`.
+        """
+        self.transfers = own = page_transfers(lambda: self.kv_cache)
+        if self.group.size > 1:
+            self.transfers = DividedTransfers(self, own, room)
+        return self.transfers
+
+    @torch.inference_mode()
+    def pages_task(self, name: str, *args: Any) -> None:
+        """Does what the first rank's `DividedTransfers` has the others do."""
+        if self._part_of_pages is None:
+            self.transfers = page_transfers(lambda: self.kv_cache)
+            self._part_of_pages = PagesPart(self.transfers, self.group, *args)
+        else:
+            getattr(self._part_of_pages, name)(*args)
+
+    @torch.inference_mode()
     def move_slots(self, sources: list[int], targets: list[int]) -> None:
         """Copies the KV of slots `sources` to `targets`, for accepted branches of drafts."""
         with self.together():
@@ -180,6 +214,8 @@ class ModelRunner(LoadedModel):
         self, copies: Sequence[tuple[list[int], list[int]]], batch: Batch, num_late: int
     ) -> torch.Tensor | None:
         """`_run` of the first rank's batch; its hidden states."""
+        if self.transfers is not None:
+            self.transfers.settle()
         late = None
         if num_late:
             late = LateTokens(torch.zeros(num_late, dtype=torch.int64, device=self.device), {})

@@ -122,6 +122,13 @@ def _joined(config: EngineConfig, device: torch.device) -> tuple[EngineConfig, T
             f"tensor_parallel_size is {config.tensor_parallel_size}; torchrun has started {size} "
             "processes, so it must be that"
         )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    for name in ("host_cache", "disk_cache", "shared_cache"):
+        if (value := getattr(config, name)) is not None and here < size:
+            raise ValueError(
+                f"{name} must be None where torchrun starts ranks on several machines, got "
+                f"{value!r}: ranks bring their parts of pages together in memory that they share"
+            )
     if device.type == "cuda":
         local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= there:

@@ -38,6 +38,14 @@ def copy_batches(copies: Iterable[PageCopy]) -> Iterator[list[PageCopy]]:
         yield batch
 
 
+def paired(copies: Iterable[PageCopy]) -> list[tuple[list[int], list[int]]]:
+    """Sources and targets of the copies of each of `copy_batches`."""
+    return [
+        ([copy.source for copy in batch], [copy.target for copy in batch])
+        for batch in copy_batches(copies)
+    ]
+
+
 class Paging:
     """Moves sequences in and out of the pages of one tree.
 

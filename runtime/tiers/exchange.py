@@ -262,24 +262,28 @@ class Tiers:
             return _BETWEEN_SECONDS
         return max(_BETWEEN_SECONDS, self._tell_next - time.monotonic()) if self._uses else None
 
-    def _keep(self, pages: list[NamedPage]) -> None:
-        """Has the writer store pages, those first that come first, as far as it has room."""
+    def _keep(self, pages: list[NamedPage]) -> bool:
+        """Has the writer store pages, those first that come first, as far as it has room.
+
+        Returns whether they could be copied.
+        """
         room = self._writer.room() // self._page_bytes
         if len(pages) > room:
             self.told.unwritten_pages += len(pages) - room
             pages = pages[:room]
         if not pages:
-            return
+            return True
         try:
             rows, ready = self._transfers.out([each.page for each in pages])
         except Exception:  # no memory, or the device has failed: the next step will tell
             logger.exception("pages could not be copied to memory, and are not kept")
             self.told.unwritten_pages += len(pages)
-            return
+            return False
         names = [each.name for each in pages]
         for name in names:
             self._known.add(name)
         self._writer.add(Batch([each.key for each in pages], names, rows, ready))
+        return True
 
     # -- what comes back ---------------------------------------------------------------------
 
@@ -402,9 +406,20 @@ class Tiers:
         deadline = time.monotonic() + seconds
         self.loads.close()
         self._warming.close()
+        try:
+            self._keep_all(deadline)
+        except Exception:  # a failed device, or ranks that have ended
+            logger.exception("what tiers do not have yet is lost")
+        finally:
+            self._writer.close()
+            for store in self.stores:
+                store.close()
+
+    def _keep_all(self, deadline: float) -> None:
+        """Has the writer store what was not, until a deadline; see `close`."""
+        self._writer.hurry(deadline)
         self.before_access()
         self.flush()
-        self._writer.hurry(deadline)
         nodes = sorted(self._tree.nodes(), key=lambda node: (node.hits > 0, node.stamp))
         while nodes and time.monotonic() < deadline:
             node = nodes.pop()
@@ -414,11 +429,9 @@ class Tiers:
             while pages and time.monotonic() < deadline:
                 self._writer.poll()
                 if most := self._writer.room() // self._page_bytes:
-                    self._keep(pages[:most])
+                    if not self._keep(pages[:most]):
+                        return
                     del pages[:most]
                 else:
                     time.sleep(_CLOSING_PAUSE)
         self._tell(_TOLD_AT_END)
-        self._writer.close()
-        for store in self.stores:
-            store.close()

@@ -143,15 +143,23 @@ class Writer:
                         unstored = [name for tier in tiers for name in self._tell(tier, task)]
                 else:
                     size, unstored = task.pages.nbytes, task.names
-                    if time.monotonic() < self._deadline:
-                        if task.ready is not None:
-                            task.ready()
+                    if time.monotonic() < self._deadline and self._is_there(task):
                         unstored = [name for tier in tiers for name in self._write(tier, task)]
             finally:  # whatever ends this thread, `poll` knows what became of the task
                 self._done.put((size, unstored))
             taken = time.perf_counter() - start
             del task
             self._hurry.wait(taken * (1 / self.share - 1))
+
+    def _is_there(self, batch: Batch) -> bool:
+        """Waits until the pages of a batch were copied; returns whether they were."""
+        try:
+            if batch.ready is not None:
+                batch.ready()
+        except Exception as error:  # the device has failed, or another rank: steps will tell
+            logger.error("pages could not be copied to memory, and are not kept: %s", error)
+            return False
+        return True
 
     def _write(self, tier: int, batch: Batch) -> list[bytes]:
         """Writes a batch to one tier; returns the names of pages that it does not have then."""

@@ -459,7 +459,6 @@ def test_a_copy_that_fails_inside_a_page_costs_no_token(llama, monkeypatch):
         ({"disk_cache": ""}, "disk_cache must be a text that is not empty"),
         ({"disk_cache": 7}, "disk_cache must be a text"),
         ({"disk_cache": "x", "enable_prefix_caching": False}, "without enable_prefix_caching"),
-        ({"disk_cache": "x", "tensor_parallel_size": 2}, "with tensor_parallel_size 2"),
         ({"disk_cache_size": "many"}, "disk_cache_size must be a size such as 64GiB"),
         ({"disk_cache_size": "1GiB"}, "disk_cache_size must be '16GiB' without disk_cache"),
         ({"host_cache": "0"}, "host_cache must be a size"),

@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from coppice.kernels.pages.transfers import PageTransfers, page_transfers
+from coppice.kernels.pages.transfers import PageTransfers
 from coppice.radix.mirror.names import PageKey
 from coppice.radix.tokens import TOKEN_BYTES, common_prefix
 from coppice.runtime.engine.core import Engine
-from coppice.runtime.engine.tiering import _copy
 from coppice.runtime.schedule.step_times import StepTimes
 from coppice.runtime.tiers.exchange import Tiers
 from coppice.runtime.tiers.store import HotPage, Place, Store, Stored, TierFailed
@@ -147,13 +145,13 @@ def add_tiers(
     """
     scheduler = engine.scheduler
     if transfers is None:
-        transfers = page_transfers(lambda: engine.runner.kv_cache)
+        transfers = engine.runner.use_transfers(2**28)
     engine.runner.transfers = transfers
     tiers = Tiers(
         stores,
         tree=engine.tree,
         transfers=transfers,
-        copy=partial(_copy, engine.runner, transfers),
+        copy=engine.runner.copy_pages,
         digest=b"fake",
         compute_seconds=compute_seconds,
         vocabulary=engine.model_config.vocab_size,

@@ -50,6 +50,17 @@ def test_only_the_first_process_has_an_engine(tiny_checkpoint: Any) -> None:
         Engine(config)
 
 
+def test_tiers_need_ranks_of_one_machine(
+    launched: pytest.MonkeyPatch, tiny_checkpoint: Any
+) -> None:
+    launched.setenv("LOCAL_WORLD_SIZE", "1")
+    config = EngineConfig(
+        str(tiny_checkpoint("llama")), tensor_parallel_size=2, shared_cache="redis://127.0.0.1:1"
+    )
+    with pytest.raises(ValueError, match=r"shared_cache must be None where torchrun .* machines"):
+        run_launched(config)
+
+
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_size_is_that_of_torchrun(tiny_checkpoint: Any, size: int) -> None:
