@@ -20,7 +20,7 @@ import torch
 
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.cpu.ranks.errors import RanksEnded
-from coppice.kernels.pages.shared import SharedPages, SharedRoom, shared_pages
+from coppice.kernels.cpu.ranks.pages import SharedPages, SharedRoom, shared_pages
 from coppice.kernels.pages.transfers import PageTransfers, Staged, StagedRows
 from coppice.runtime.model.parallel.group import RankGroup
 from coppice.runtime.runner.ranks.following import Followers

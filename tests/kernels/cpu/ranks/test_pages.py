@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from coppice.kernels.pages.shared import SharedPages, SharedRoom, shared_pages
+from coppice.kernels.cpu.ranks.pages import SharedPages, SharedRoom, shared_pages
 
 WIDTHS = [24, 40, 8]
 
