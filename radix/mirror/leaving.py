@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 
-from coppice.radix.mirror.names import NAME_BYTES, PageKey, chain
+from coppice.radix.mirror.names import NAME_BYTES, PageKey, Salt, chain, salted
 from coppice.radix.node import Node, Root
 from coppice.radix.state import TreeListener
 from coppice.radix.tokens import TOKEN_BYTES
@@ -78,14 +78,16 @@ class LeavingPages(TreeListener):
         page_size: int,
         root: Callable[[Hashable], bytes | None],
         wanted: Callable[[bytes], bool],
+        salt: Salt | None = None,
     ) -> None:
         """`root` gives the name with which the chain of a namespace begins, None for one to skip.
 
-        It is called again whenever a name is missing: it should remember.
+        It is called again whenever a name is missing: it should remember. `salt`: see `chain`; what
+        has no name is skipped.
         """
         self._size = page_size
         self._root = root
-        self._wanted = wanted
+        self._wanted, self._salt = wanted, salt
         self._chains: dict[Node, _Chain] = {}
         self._gone: list[NamedPage] = []
 
@@ -100,10 +102,14 @@ class LeavingPages(TreeListener):
         if names is None:
             return
         size, first = self._size, node.start // self._size
-        for index in range(begin, len(node.pages)):
+        for index in range(begin, min(len(node.pages), len(names.names) // NAME_BYTES)):
             border = (first + index) * size
             tokens = self._tokens(node, names, border, min(border + size, node.end))
             parent = bytes(names.names[index * NAME_BYTES : (index + 1) * NAME_BYTES])
+            if self._salt is not None:
+                if (salt := self._salt(tokens)) is None:
+                    return
+                parent = salted(parent, salt)
             key = PageKey(parent, tokens)
             yield NamedPage(key, key.name, node.pages[index])
 
@@ -130,7 +136,10 @@ class LeavingPages(TreeListener):
         return names.head + node.edge[: (end - node.start) * TOKEN_BYTES]
 
     def _names(self, node: Node, count: int) -> _Chain | None:
-        """The names before the first `count` pages of a node; None if its namespace is skipped."""
+        """The names before the first `count` pages of a node, as far as there are names.
+
+        None if there are none.
+        """
         size = self._size
         found = self._chains.get(node)
         if found is None:
@@ -144,8 +153,10 @@ class LeavingPages(TreeListener):
                 return None
             border = node.start // size * size * TOKEN_BYTES
             tokens = b"".join(each.edge[: each.length * TOKEN_BYTES] for each in path[:-1])
-            if keys := chain(name, tokens[:border], size * TOKEN_BYTES):
+            if keys := chain(name, tokens[:border], size * TOKEN_BYTES, self._salt):
                 name = keys[-1].name
+            if len(keys) < border // (size * TOKEN_BYTES):
+                return None
             found = self._chains[node] = _Chain(tokens[border:], name)
         have = len(found.names) // NAME_BYTES
         if have < count:
@@ -153,6 +164,6 @@ class LeavingPages(TreeListener):
             end = (node.start // size + count - 1) * size
             tokens = self._tokens(node, found, border, end)
             parent = bytes(found.names[-NAME_BYTES:])
-            for key in chain(parent, tokens, size * TOKEN_BYTES):
+            for key in chain(parent, tokens, size * TOKEN_BYTES, self._salt):
                 found.names += key.name
         return found

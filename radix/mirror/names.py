@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import xxhash
@@ -47,14 +47,31 @@ def root_name(digest: bytes, namespace: Hashable) -> bytes:
     )
 
 
-def chain(parent: bytes, tokens: bytes, page_bytes: int) -> list[PageKey]:
+Salt = Callable[[bytes], bytes | None]
+"""What the numbers of a page depend on beside namespace and tokens, by its tokens.
+
+b"" for most pages; None: neither this page nor what follows it has a name.
+"""
+
+
+def salted(parent: bytes, salt: bytes) -> bytes:
+    """The name that a page follows whose numbers depend on `salt`; `parent` if that is b""."""
+    return xxhash.xxh3_128_digest(parent + salt) if salt else parent
+
+
+def chain(parent: bytes, tokens: bytes, page_bytes: int, salt: Salt | None = None) -> list[PageKey]:
     """The pages of `tokens` (int32 bytes), which follow the page that `parent` names.
 
-    `page_bytes` are those of a full page's tokens; the last page may have fewer. O(tokens).
+    `page_bytes` are those of a full page's tokens; the last page may have fewer. They end before
+    the first that has no name by `salt`. O(tokens).
     """
-    digest, keys = xxhash.xxh3_128_digest, []
+    digest, keys = xxhash.xxh3_128_digest, list[PageKey]()
     for begin in range(0, len(tokens), page_bytes):
         page = tokens[begin : begin + page_bytes]
+        if salt is not None and (more := salt(page)) != b"":
+            if more is None:
+                break
+            parent = salted(parent, more)
         keys.append(PageKey(parent, page))
         parent = digest(parent + page)
     return keys

@@ -142,6 +142,7 @@ class Engine:
         self.tiers = self._steps.tiers = open_tiers(config, self.runner, self.scheduler)
         if self.tiers is not None:
             undo.callback(self.end_tiers, 0.0)
+            self.tiers.marks = self.adapters.named.marks
             self.tiers.know(self.intake.namespace(None))
         self.drafting.start(self.runner)
         if self.drafts is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from coppice.kernels.pages.transfers import PageTransfers, Staged, StagedRows
 from coppice.radix import Namespace, Node, RadixTree
@@ -54,6 +56,8 @@ class Tiers:
         loads: what comes back.
         told: what was done so far.
         stores: the tiers, the fastest first.
+        marks: what tells apart the adapters that act from a token on, by what the tree calls that
+            token (`AdapterUse.mark`).
     """
 
     def __init__(
@@ -84,13 +88,15 @@ class Tiers:
         self.told = TiersTold({store.name: TierCounts() for store in stores})
         self._transfers, self._digest, self.copy = transfers, digest, copy
         self.before_access: Callable[[], None] = lambda: None
+        self.marks: Mapping[int, bytes] = {}
         self._roots: dict[Hashable, bytes | None] = {}
         self._known = Known(_KNOWN)
         self._page_bytes = transfers.page_bytes
         self._size = tree.page_size
         self._again: dict[Node, None] = {}  # nodes that were hit, with pages to be written
         self._written: dict[Node, int] = {}  # how many of a node's pages were
-        self._leaving = LeavingPages(self._size, self._root, self._wanted)
+        self._vocabulary = vocabulary
+        self._leaving = LeavingPages(self._size, self._root, self._wanted, self._salt)
         self._following = Following(self._size, self._again, self._written)
         self._uses, self._tell_next = Uses(), 0.0
         self._tree = tree
@@ -101,6 +107,7 @@ class Tiers:
             page_size=self._size,
             transfers=transfers,
             root=self._root,
+            salt=self._salt,
             compute_seconds=compute_seconds,
             known=self._known,
             told=self.told,
@@ -175,6 +182,13 @@ class Tiers:
     def know(self, namespace: Hashable) -> None:
         """Has what is hottest in a namespace brought back, as for those that requests name."""
         self._root(namespace)
+
+    def _salt(self, tokens: bytes) -> bytes | None:
+        """What a page depends on by its tokens, see `chain`: the adapter that begins there."""
+        if not self.marks:  # what an adapter computed leaves the tree before its mark
+            return b""
+        most = int(np.frombuffer(tokens, np.int32).max())
+        return b"" if most < self._vocabulary else self.marks.get(most)
 
     def _wanted(self, name: bytes) -> bool:
         return name not in self._known

@@ -62,6 +62,9 @@ class Adapters:
         max_rank, max_adapters: the greatest rank, and the most adapters at a time, the retiring
             ones included.
         freed: called with each adapter that is given back, to remove its pages.
+
+    Attributes:
+        marks: of those with an invocation, a digest by what the tree calls the token there.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Adapters:
         self._named: dict[str, Adapter] = {}
         self._retiring: dict[str, Adapter] = {}  # by identity
         self._next = 0
+        self.marks: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._named)
@@ -150,6 +154,8 @@ class Adapters:
             self._next += 1
             mark = self._mark(files.digest) if files.invocation is not None else None
             back = Adapter(asked, number, identity, files.invocation, mark)
+            if mark is not None:
+                self.marks[mark] = files.digest.encode()
             self._loaded.put(number, files.pieces)
         else:
             back = Adapter(asked, back.number, identity, back.invocation, back.mark)
@@ -177,6 +183,8 @@ class Adapters:
                 assert self._loaded is not None
                 self._loaded.drop(adapter.number)
                 self._freed(adapter)
+                if adapter.mark is not None:
+                    del self.marks[adapter.mark]
 
     def _retire(self, adapter: Adapter) -> None:
         self._retiring[adapter.identity] = adapter

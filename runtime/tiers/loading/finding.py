@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
-from coppice.radix.mirror.names import PageKey, chain
+from coppice.radix.mirror.names import PageKey, Salt, chain
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.tiers.loading.load import FoundPage, Load
 from coppice.runtime.tiers.store import Store, TierFailed
@@ -31,6 +31,7 @@ class Finding:
         stores: Seq[Store],
         *,
         page_size: int,
+        salt: Salt | None,
         awake: Callable[[int], bool],
         failed: Callable[[int], None],
         found: Callable[[Load, dict[int, FoundPage]], None],
@@ -42,13 +43,14 @@ class Finding:
         Args:
             stores: the tiers, the fastest first.
             page_size: tokens of a page.
+            salt: see `Loads`.
             awake: whether a tier, by its index, may be asked now. Called in any thread.
             failed: notes that a tier could not answer.
             found: takes what all tiers have of a load's prompt, by index of the page.
             done: gets the calls of the last two, for the engine's thread.
             clock: seconds, which never go back.
         """
-        self._stores, self._size = stores, page_size
+        self._stores, self._size, self._salt = stores, page_size, salt
         self._awake, self._failed, self._found = awake, failed, found
         self._done, self._clock = done, clock
         self._answered = [0.0 for _ in stores]  # when each has last answered
@@ -85,7 +87,7 @@ class Finding:
             return
         first, pages = load.begin // self._size, dict(load.answered)
         try:
-            keys = chain(root, tokens, self._size * TOKEN_BYTES)
+            keys = chain(root, tokens, self._size * TOKEN_BYTES, self._salt)
             missing = [
                 index for index in range(first, len(keys))
                 if index not in pages or pages[index].key.length < keys[index].length

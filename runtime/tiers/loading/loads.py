@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 
 from coppice.kernels.pages.transfers import PageTransfers, Staged
 from coppice.radix.mirror.leaving import Known
+from coppice.radix.mirror.names import Salt
 from coppice.radix.tokens import TOKEN_BYTES
 from coppice.runtime.requests.request import Sequence, Status
 from coppice.runtime.tiers.loading.finding import Finding
@@ -51,6 +52,7 @@ class Loads:
         page_size: int,
         transfers: PageTransfers,
         root: Callable[[Hashable], bytes | None],
+        salt: Salt | None = None,
         compute_seconds: Callable[[int, int], float | None],
         known: Known,
         told: TiersTold,
@@ -63,6 +65,7 @@ class Loads:
             page_size: tokens of a page.
             transfers: give memory for what is read.
             root: the name with which the chain of a namespace begins; None: it is not kept.
+            salt: what pages depend on beside that, see `chain`; called in any thread.
             compute_seconds: how long some tokens after some others take to compute; None: unknown.
             known: gets the names of pages that were found.
             told: gets what was done.
@@ -79,6 +82,7 @@ class Loads:
         self.finding = Finding(
             stores,
             page_size=page_size,
+            salt=salt,
             awake=self._awake,
             failed=self._rest,
             found=self._found,
@@ -114,8 +118,6 @@ class Loads:
             return
         request = sequence.request
         limit = sequence.hit_limit
-        if request.adapter is not None and request.adapter.mark is not None:
-            limit = min(limit, request.adapter.begin)  # names say nothing of a mark's adapter
         if limit <= cached or (root := self._root(request.namespace)) is None:
             return
         tokens = sequence.keys(0, limit)

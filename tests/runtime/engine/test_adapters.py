@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from adapter_files import ALL, ATTENTION, greedy_by, invoked, load, merged, save_adapter
+from tiered_engine import loading_pays
 
 from coppice.runtime.config import EngineConfig
 from coppice.runtime.engine.core import Engine
 from coppice.runtime.model.adapters import changes
+from coppice.runtime.model.adapters.names import Adapters
 from coppice.runtime.report.gather import make_report
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.lora_request import LoRARequest
@@ -397,6 +399,29 @@ def test_two_invoked_adapters_share_the_base_and_nothing_else(
     assert engine.tree.cached_pages < pages
     assert hits(engine, [(prompt, other)]) == len(prompt) - 1
     assert hits(engine, [(prompt, None)]) == len(prompt) - 1
+
+
+def test_what_an_invoked_adapter_computed_comes_back_from_the_disk_for_it_alone(
+    llama: Path, alora: LoRARequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading_pays(monkeypatch)
+    # As if the digests of all adapters had the same end: names of pages depend on all of them.
+    monkeypatch.setattr(Adapters, "_mark", lambda self, digest: 1 << 30)
+    folder = tmp_path / "other"
+    save_adapter(folder, load(llama), seed=33, rank=2, alora_invocation_tokens=list(INVOCATION))
+    other = LoRARequest("other", 2, str(folder))
+    prompt = [*ids(5, 80), *INVOCATION, *ids(6, 40)]
+    alone = {each: run(start(llama), [(prompt, each)]) for each in (alora, other, None)}
+    assert len({str(each) for each in alone.values()}) == 3
+    # Of the base model's, another adapter finds whole pages.
+    for asked, found in ((alora, 0), (other, 77), (alora, 122), (None, 80), (other, 122)):
+        engine = start(llama, disk_cache=str(tmp_path / "pages"), disk_cache_size="64MiB")
+        assert hits(engine, [(prompt, asked)]) == found
+        assert run(engine, [(prompt, asked)]) == alone[asked]
+        if asked is not None:  # its pages leave the tree with their names
+            engine.adapters.unload(asked.lora_name)
+            engine.check()
+        engine.close()
 
 
 def test_a_prompt_that_does_not_invoke_it_is_the_base_models(
