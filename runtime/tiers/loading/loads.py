@@ -110,7 +110,9 @@ class Loads:
         Does nothing if they were asked for it already, or if another load brings them.
         """
         self._behind.pop(sequence, None)
-        if sequence in self._loads or sequence.private or not any(map(self._awake, self._tiers)):
+        if sequence in self._loads or sequence.private:
+            return
+        if not any(map(self.finding.awake, self._tiers)):
             return
         request = sequence.request
         limit = sequence.hit_limit
@@ -217,11 +219,7 @@ class Loads:
 
     def poll(self) -> None:
         """Takes what the threads have done, gives up what is too slow, and has more read."""
-        while True:
-            try:
-                self._done.get_nowait()()
-            except Empty:
-                break
+        self._take_done()
         if self._loads:
             self._check_patience()
             for load in self._loads.values():
@@ -229,6 +227,13 @@ class Loads:
                     self._withdraw(load)
                     self._expect(load)
             self._read_more()
+
+    def _take_done(self) -> None:
+        while True:
+            try:
+                self._done.get_nowait()()
+            except Empty:
+                return
 
     def found(self) -> list[Load]:
         """Loads that were found to be worth it since the last call."""
@@ -252,22 +257,36 @@ class Loads:
             threads.shutdown(cancel_futures=True)
 
     def _check_patience(self) -> None:
-        """Gives up what comes from a tier that has done nothing for too long."""
+        """Gives up what comes from a tier that has done nothing for too long.
+
+        A tier that answers nobody is left alone for a while, as one that fails: those that wait for
+        its answer go on to the next one together, and no other has to wait for as long.
+        """
         now, each = self._clock(), self._page_bytes * _THREADS
         stuck = {
             tier
             for tier, (rate, pages) in enumerate(zip(self._rates, self._at_a_time(), strict=True))
             if self._pieces[tier] and now - self._brought[tier] > rate.patience(each * pages)
         }
+        silent = set[int]()
         for load in self._loads.values():
             if load.finding:
-                if self.finding.silent(load) > self._rates[load.asking].patience(0):
-                    self._slow(load.asking)
-                    self._found(load, load.answered)
+                tier, seconds = self.finding.silent(load)
+                if seconds > self._rates[tier].patience(0):
+                    silent.add(tier)
             elif stuck:
                 for tier in load.tiers & stuck:
                     self._slow(tier)
                     load.give_up(tier)
+        for tier in silent:
+            self._slow(tier, self._leave(tier))
+        if silent:  # there may be no tier left to be asked
+            self._take_done()
+
+    def _leave(self, tier: int) -> int:
+        """Leaves a tier alone for a while; returns for how many loads it had not answered."""
+        self._rested[tier] = self._clock() + _REST_SECONDS
+        return self.finding.leave(tier)
 
     def _at_a_time(self) -> list[int]:
         """Pages that are read by one call, of each tier."""
@@ -276,8 +295,8 @@ class Loads:
             for rate in self._rates
         ]
 
-    def _slow(self, tier: int) -> None:
-        self._told.tiers[self._stores[tier].name].slow += 1
+    def _slow(self, tier: int, loads: int = 1) -> None:
+        self._told.tiers[self._stores[tier].name].slow += loads
 
     def _withdraw(self, load: Load) -> None:
         """Takes back what is about to be read for a load, and that no thread has begun to."""
@@ -421,4 +440,4 @@ class Loads:
     def _rest(self, tier: int) -> None:
         """Leaves a tier alone for a while: it could not answer."""
         self._told.tiers[self._stores[tier].name].failures += 1
-        self._rested[tier] = self._clock() + _REST_SECONDS
+        self._leave(tier)
