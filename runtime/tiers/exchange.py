@@ -139,6 +139,20 @@ class Tiers:
             if name is not None:
                 self._warming.know(name, namespace)
 
+    def emptied(self) -> None:
+        """Notes that the tree was emptied on purpose: what nobody asks for does not come back."""
+        self._warming.forget()
+
+    def forget_adapter(self, identity: str) -> None:
+        """Brings back nothing of an adapter's namespaces until somebody names them again."""
+
+        def gone(namespace: Hashable) -> bool:
+            return isinstance(namespace, Namespace) and namespace.adapter == identity
+
+        for namespace in [each for each in self._roots if gone(each)]:
+            del self._roots[namespace]
+        self._warming.forget(gone)
+
     def _root(self, namespace: Hashable) -> bytes | None:
         """The name with which the chain of a namespace begins; None for one without an encoding."""
         if namespace in self._roots:
