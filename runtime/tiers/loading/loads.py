@@ -31,6 +31,7 @@ _RUNNING_BYTES = 1 << 30  # the same for those that run, beside one piece for ea
 _TAKEN_BYTES = 64 * 2**20  # copied to pages between two steps, so that no step waits for long
 _EXPECTED = 1e9  # bytes a second of a tier that was never read
 _REST_SECONDS = 10.0  # for which a tier that failed is not asked
+_AGAIN_SECONDS = 2.0  # between two times that tiers are asked again for a sequence
 
 
 class Loads:
@@ -110,32 +111,62 @@ class Loads:
         Does nothing if they were asked for it already, or if another load brings them.
         """
         self._behind.pop(sequence, None)
-        if sequence in self._loads or sequence.private:
-            return
-        if not any(map(self.finding.awake, self._tiers)):
+        if sequence in self._loads:
             return
         request = sequence.request
         limit = sequence.hit_limit
         if request.adapter is not None and request.adapter.mark is not None:
             limit = min(limit, request.adapter.begin)  # names say nothing of a mark's adapter
-        if limit <= cached or (root := self._root(request.namespace)) is None:
+        self._ask(sequence, None, cached, limit)
+
+    def asks_again(self, sequence: Sequence, cached: int) -> bool:
+        """Whether a sequence that is about to run should wait, since tiers are asked once more.
+
+        They are if the tree has lost what they were not asked for, since it had it: they may have
+        got it. They are asked again every few seconds at most, lest a sequence wait for ever.
+        """
+        load = self._loads.get(sequence)
+        if load is None or cached >= load.border or load.finding or self._clock() < load.again:
+            return False
+        self._ask(sequence, load, cached, load.border)
+        return self.waits(sequence)
+
+    def _ask(self, sequence: Sequence, load: Load | None, cached: int, limit: int) -> None:
+        """Asks tiers for a sequence's tokens from `cached` to `limit`, unless another load does.
+
+        `load`: that of the sequence; None: it begins.
+        """
+        if sequence.private or limit <= cached or not any(map(self.finding.awake, self._tiers)):
+            return
+        request = sequence.request
+        if (root := self._root(request.namespace)) is None:
             return
         tokens = sequence.keys(0, limit)
         mark = (request.namespace, tokens[: (cached + self._size) * TOKEN_BYTES])
         other = self._coming.get(mark)
         if (
             other is not None
+            and other is not load
             and other.coming
             and other.sequence.status is Status.WAITING
             and other.sequence.request.priority <= request.priority
         ):
             self._behind[sequence] = other
             return
-        first = sequence.cached_tokens < 0
-        load = Load(sequence, cached, self._size, self._clock(), first, mark)
-        self._loads[sequence] = load
+        if load is None:
+            first = sequence.cached_tokens < 0
+            load = Load(sequence, cached, self._size, self._clock(), first, mark)
+            self._loads[sequence] = load
+        else:
+            self._brings_no_more(load)
+            load.ask_again(cached, mark, self._clock() + _AGAIN_SECONDS)
         self._coming[mark] = load
         self.finding.ask(load, root, tokens)
+
+    def _brings_no_more(self, load: Load) -> None:
+        """What others would load as well need not wait for a load any more."""
+        if self._coming.get(load.mark) is load:
+            del self._coming[load.mark]
 
     @property
     def _tiers(self) -> range:
@@ -154,7 +185,7 @@ class Loads:
         Tiers are about to answer, or to bring what it shares with another one in the queue.
         """
         load = self._loads.get(sequence)
-        return load.finding if load is not None else sequence in self._behind
+        return sequence in self._behind or (load is not None and load.finding)
 
     def next(self, load: Load, count: int) -> Next:
         """What a running sequence with `count` tokens to compute does now; see `Next`."""
@@ -198,8 +229,7 @@ class Loads:
             self._withdraw(load)
             self._queued.pop(load, None)  # what a thread reads now, `_came` counts
             load.forget()
-            if self._coming.get(load.mark) is load:
-                del self._coming[load.mark]
+            self._brings_no_more(load)
 
     # -- between steps -----------------------------------------------------------------------
 
@@ -387,13 +417,13 @@ class Loads:
         if not load.finding:
             return
         load.finding = False
-        computed = max(load.begin, load.sequence.computed)
+        computed, before = max(load.begin, load.sequence.computed), load.account.found_tokens
         load.account.has(
-            (max(computed, index * self._size), index * self._size + pages[index].place.tokens)
-            for index in sorted(pages)
+            (max(computed, index * self._size), index * self._size + page.place.tokens)
+            for index, page in sorted({**load.before, **pages}.items())
         )
-        tokens = load.account.found_tokens
-        if not tokens:
+        tokens = load.account.found_tokens - before
+        if not pages or tokens <= 0:
             return
         if len(self._stores) == 1:  # else another one may not have them
             for page in pages.values():
@@ -407,10 +437,10 @@ class Loads:
             for tier in {page.tier for page in pages.values()}:
                 self._rates[tier].declined()
             return
-        load.together = found.together
+        load.together = load.together or found.together
         load.load_rate = tokens / max(seconds, 1e-9)
         load.compute_rate = tokens / alone if alone else 1e-9
-        load.bonus = round(tokens * min(1.0, found.seconds / alone)) if alone else tokens
+        load.bonus += round(tokens * min(1.0, found.seconds / alone)) if alone else tokens
         load.found(pages)
         self._new.append(load)
 

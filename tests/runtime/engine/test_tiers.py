@@ -314,6 +314,29 @@ def test_what_is_slower_than_computing_is_not_loaded(llama):
     made.tiers.close(1)
 
 
+def test_what_is_evicted_while_a_request_waits_comes_back_for_it(llama):
+    """Tiers were asked for what the tree did not have then."""
+    [prompt, other], store = prompts_of(18, (110, 190)), MemoryStore()
+    longer = [*prompt, *range(3, 33)]
+    plain = engine(llama, kv_cache_tokens=1024)
+    expected, _ = serve(plain, [other, longer])
+    plain.close()
+    options = {"kv_cache_tokens": 256, "max_num_seqs": 1, "scheduling_policy": "fcfs"}
+    made = with_store(llama, store, **options)
+    for _ in range(2):
+        serve(made, [prompt])
+    written(made)
+    made.add_request("begins", other, GREEDY)
+    made.step()
+    assert made.tree.match(longer, made.intake.namespace(None)).length == len(prompt)
+    made.abort("begins")
+    tokens, cached = serve(made, [other, longer])
+    assert tokens == expected
+    assert cached[0] == 40 and cached[1] >= len(prompt) - 1
+    assert made.tiers.told.tiers["host"].loaded_tokens > 0
+    made.tiers.close(1)
+
+
 def test_requests_of_one_prompt_load_it_once(llama):
     prompt = prompts_of(11, (200,))[0]
     store = MemoryStore()

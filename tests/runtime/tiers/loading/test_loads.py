@@ -310,6 +310,65 @@ def test_the_middle_moves_with_what_is_measured():
     assert not made.loads._queued
 
 
+def test_what_the_tree_loses_while_a_sequence_waits_is_asked_for_again():
+    """Once more, and after that every few seconds; what is there already is not read twice."""
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made, mine = Made(store), sequence(TOKENS)
+    made.loads.begin(mine, 22)
+    assert not made.loads.asks_again(mine, 6), "they are asked now"
+    made.answer()
+    [load] = made.loads.found()
+    made.reading[0].work(2)
+    made.loads.poll()
+    for cached in (22, 20, 30):
+        assert not made.loads.asks_again(mine, cached), "the tree has no page less"
+    assert made.loads.asks_again(mine, 6)
+    made.answer()
+    assert not made.loads.waits(mine)
+    assert made.loads.found() == [load] and load.begin + load.bonus == 40
+    assert made.told.found_tokens == 40 - 6
+    assert load.account.found == [(6, 40)]
+    assert not made.loads.asks_again(mine, 2), "it does not wait for ever"
+    made.reading[0].work()
+    made.loads.poll()
+    made.now += loads._AGAIN_SECONDS
+    assert made.loads.asks_again(mine, 2)
+    made.answer()
+    made.reading[0].work()
+    made.loads.poll()
+    assert made.loads.next(load, 40).ready == 40
+    assert store.loaded == 10 and made.told.found_tokens == 40 - 2
+    made.loads.took(load, made.loads.take(load, 40), 40)
+    assert made.told.tiers["host"].loaded_tokens == 40
+
+
+def test_what_several_have_lost_is_asked_for_once():
+    store, lines = MemoryStore(), [[*TOKENS[:24], number, *TOKENS] for number in (7, 8)]
+    for tokens in lines:
+        fill(store, tokens)
+    made = Made(store)
+    mine, other = (sequence(tokens, number) for number, tokens in enumerate(lines))
+    for each in (mine, other):
+        made.loads.begin(each, 24)
+        made.answer()
+    for each in (mine, other, other):
+        made.loads.begin(each, 0)
+        assert made.loads.asks_again(each, 0)
+    assert made.loads.of(mine).begin == 0 and made.loads.of(other).begin == 24
+    made.answer()
+    made.loads.begin(other, 0)
+    assert not made.loads.waits(other)
+    assert made.loads.asks_again(other, 0), "the other one has it read"
+    mine.status = Status.RUNNING
+    made.loads.begin(other, 24)
+    assert not made.loads.asks_again(other, 24) and not made.loads.waits(other)
+    made.loads.drop(mine)
+    assert made.loads.asks_again(other, 8) and made.loads.of(other).begin == 8
+    made.loads.drop(other)
+    assert not made.loads._coming and not made.loads._behind
+
+
 @pytest.mark.parametrize("priority", [0, -1])
 def test_a_better_class_does_not_wait_for_what_a_worse_one_loads(priority):
     store = MemoryStore()
