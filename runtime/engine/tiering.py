@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -42,11 +43,27 @@ _MOST_WAITING = 4 * 2**30  # bytes of pages that may wait to be written
 def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tiers | None:
     """The tiers of an engine, in use from now on; None if it has none.
 
-    Raises ValueError if one can't be used, with nothing left open.
+    Raises ValueError if one can't be used, OSError if the weights can't be read; whatever it
+    raises, nothing is left open.
     """
     if not (config.host_cache or config.disk_cache or config.shared_cache):
         return None
+    with ExitStack() as undo:
+        tiers = _open(config, runner, scheduler, undo)
+        undo.pop_all()
+    return tiers
+
+
+def _open(
+    config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, undo: ExitStack
+) -> Tiers:
+    """`open_tiers`; `undo` closes what was opened, some of it twice, which does no harm."""
     stores: list[Store] = []
+
+    def add(store: Store) -> None:
+        undo.callback(store.close)
+        stores.append(store)
+
     try:
         if config.host_cache is not None:
             size = parse_size("host_cache", config.host_cache)
@@ -55,21 +72,19 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
                     f"host_cache is {config.host_cache!r}; it must be at most the main memory that "
                     f"is free, {readable(there)}"
                 )
-            stores.append(HostStore(size, packed_bytes(runner.kv_cache), runner.device))
+            add(HostStore(size, packed_bytes(runner.kv_cache), runner.device))
         if config.disk_cache is not None:
             folder = str(Path(config.disk_cache).expanduser())
             size = parse_size("disk_cache_size", config.disk_cache_size)
             disk = partial(DiskStore, folder, size)
-            stores.append(_opened(runner, disk, "disk_cache_dtype", config.disk_cache_dtype))
+            add(_opened(runner, disk, "disk_cache_dtype", config.disk_cache_dtype))
         if (address := config.shared_cache) is not None:
             from coppice.runtime.tiers.shared import SharedStore
 
             shared = partial(SharedStore, address)
             dtype = config.shared_cache_dtype
-            stores.append(_opened(runner, shared, "shared_cache_dtype", dtype))
-    except (TierFailed, ValueError) as error:
-        for store in stores:
-            store.close()
+            add(_opened(runner, shared, "shared_cache_dtype", dtype))
+    except TierFailed as error:
         raise ValueError(str(error)) from error
     times = scheduler.times or StepTimes(2.0)  # the limit does not matter: nothing asks for it
     transfers = runner.transfers = page_transfers(lambda: runner.kv_cache)
@@ -83,6 +98,7 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
         vocabulary=runner.model_config.vocab_size,
         waiting_bytes=_waiting_bytes(config, transfers.page_bytes),
     )
+    undo.callback(tiers.close, 0.0)
     scheduler.use(tiers, times)
     logger.info("pages are kept in: %s", ", ".join(store.name for store in stores))
     return tiers

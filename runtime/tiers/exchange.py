@@ -95,7 +95,6 @@ class Tiers:
         self._uses, self._tell_next = Uses(), 0.0
         self._tree = tree
         self._listen()
-        self._writer = Writer(stores, self.told, self._known.discard, waiting_bytes)
         self.loads = Loads(
             stores,
             page_size=self._size,
@@ -114,6 +113,8 @@ class Tiers:
             known=self._known,
             told=self.told,
         )
+        # The last one, since it starts a thread: whatever fails before leaves nothing running.
+        self._writer = Writer(stores, self.told, self._known.discard, waiting_bytes)
 
     @property
     def names(self) -> list[str]:

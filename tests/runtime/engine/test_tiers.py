@@ -25,6 +25,7 @@ from coppice.runtime.engine.tiering import numbers_digest
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
+from coppice.runtime.tiers.host import HostStore
 
 
 @pytest.fixture(autouse=True)
@@ -515,6 +516,35 @@ def test_a_folder_that_is_in_use_or_unusable_is_refused(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"disk_cache: .*file.* can't be used"):
         engine(llama, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "runtime.engine.tiering.page_transfers",
+        "runtime.engine.tiering.numbers_digest",
+        "runtime.tiers.exchange.Loads",
+        "runtime.tiers.exchange.Warming",
+        "runtime.schedule.scheduler.Scheduler.use",
+    ],
+)
+@pytest.mark.parametrize("error", [OSError("the disk has gone"), KeyboardInterrupt()])
+def test_a_start_that_fails_leaves_nothing_open(llama, tmp_path, monkeypatch, where, error):
+    """Neither folders that are held, nor stores, nor threads."""
+    before = set(threading.enumerate())
+    closed = []
+    monkeypatch.setattr(HostStore, "close", lambda self: closed.append(self))
+
+    def fails(*given, **named):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"coppice.{where}", fails)
+        with pytest.raises(type(error)):
+            engine(llama, tmp_path, host_cache="1MiB")
+    left = {each.name for each in set(threading.enumerate()) - before}
+    assert closed and not [name for name in left if name.startswith("coppice-")]
+    engine(llama, tmp_path).close()
 
 
 def test_more_main_memory_than_there_is_is_refused(llama):
