@@ -22,7 +22,7 @@ from coppice.runtime.schedule.paging import PageCopy, copy_batches
 from coppice.runtime.schedule.scheduler import Scheduler
 from coppice.runtime.schedule.step_times import StepTimes
 from coppice.runtime.startup.room import available_memory, readable
-from coppice.runtime.tiers.digest import cache_file, weights_digest
+from coppice.runtime.tiers.digest import cache_file, weights_digest, weights_stamps
 from coppice.runtime.tiers.disk.store import DiskStore
 from coppice.runtime.tiers.exchange import WAITING_BYTES, Tiers
 from coppice.runtime.tiers.host import HostStore
@@ -134,15 +134,26 @@ def _copy(runner: ModelRunner, transfers: PageTransfers, copies: Iterable[PageCo
         runner.attention.copy_pages(runner.kv_cache, sources, targets)
 
 
-def digest_of_weights(config: EngineConfig, path: Path) -> bytes:
+def digest_of_weights(config: EngineConfig, runner: ModelRunner) -> bytes:
     """What tells the weights of an engine from others of the same shapes.
 
-    `path` is the folder that was loaded: what a hub id names may be another one by now. Files are
-    read once, and remembered. Raises OSError if one can't be read.
+    Files are read once, and remembered: those of the folder that was loaded, since what a hub id
+    names may be another one by now. Of files that were changed since they were loaded nobody can
+    say any more what they contained; then it is a digest that nothing else has.
+
+    Raises OSError if one can't be read.
     """
     if config.load_format == "dummy":
         return b"dummy" + str(config.seed).encode()
-    return weights_digest(path, cache_file())
+    digest = weights_digest(runner.path, cache_file())
+    if weights_stamps(runner.path) != runner.stamps:
+        logger.warning(
+            "files in %s were changed while their weights were loaded: tiers find nothing of "
+            "before, and nobody else what is kept now; start again once the files are complete",
+            runner.path,
+        )
+        return os.urandom(16)
+    return digest
 
 
 def _instructions(device: torch.device) -> tuple[str, ...]:
@@ -157,7 +168,7 @@ def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
 
     The weights by their content, the types and kernels that compute with them, and the layout.
     """
-    weights = digest_of_weights(config, runner.path)
+    weights = digest_of_weights(config, runner)
     cache = runner.kv_cache[0]
     described = repr((
         NUMBERS,

@@ -24,6 +24,7 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.engine.tiering import numbers_digest
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
 from coppice.runtime.tiers.host import HostStore
 
@@ -445,6 +446,48 @@ def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path, mo
     old = engine(llama, tmp_path / "cache")
     assert serve(old, prompts[:1])[0] == before[:1]
     old.close()
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_files_that_are_replaced_while_they_are_loaded_give_no_name_to_pages(
+    llama, tmp_path, monkeypatch, caplog, deep
+):
+    """Else pages of the old weights would be kept under the name of the new ones: at the start, and
+    after a deep sleep.
+    """
+    prompts, place = prompts_of(19)[:1], tmp_path / "model"
+    shutil.copytree(llama, place)
+    load_weights, made = ModelRunner._load_weights, None
+
+    def replaced(runner):
+        load_weights(runner)
+        [file] = place.glob("*.safetensors")
+        weights = load_file(file)
+        name = next(name for name in weights if "v_proj" in name)
+        save_file(weights | {name: -weights[name]}, tmp_path / "new", metadata={"format": "pt"})
+        (tmp_path / "new").replace(file)
+
+    if deep:
+        made = engine(place, tmp_path / "cache")
+        made.sleep(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_load_weights", replaced)
+        if made is None:
+            made = engine(place, tmp_path / "cache")
+        else:
+            made.wake_up()
+    old, _ = serve(made, prompts)
+    assert serve(made, prompts)[0] == old
+    made.close()
+    plain = engine(place)
+    new, _ = serve(plain, prompts)
+    plain.close()
+    assert new != old
+    for path, expected in ((place, new), (llama, old)):
+        made = engine(path, tmp_path / "cache")
+        assert serve(made, prompts) == (expected, [0])
+        made.close()
+    assert "were changed while their weights were loaded" in caplog.text
 
 
 def test_names_are_of_the_weights_that_were_loaded(llama):
