@@ -23,7 +23,15 @@ import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.pages.packing import gather, host_rows, layer_bytes, pack, put, unpack
+from coppice.kernels.pages.packing import (
+    HostBlocks,
+    gather,
+    host_rows,
+    layer_bytes,
+    pack,
+    put,
+    unpack,
+)
 from coppice.kernels.pages.streams import Event, Streams, cuda_streams
 from coppice.kernels.transfer import send
 
@@ -47,6 +55,16 @@ class StagedRows(NamedTuple):
     staged: Staged
     first: int
     size: int
+
+
+class Copied(NamedTuple):
+    """Packed pages that were copied to main memory, uint8 ``[count, page_bytes]``.
+
+    `ready` waits until they are there; None: they are.
+    """
+
+    rows: torch.Tensor
+    ready: Callable[[], None] | None
 
 
 class PageTransfers:
@@ -75,14 +93,14 @@ class PageTransfers:
         """Packed pages, uint8 ``[count, page_bytes]``, as `fill` takes them. In any thread."""
         return Staged([rows])
 
-    def out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Pages as they are after all that was queued so far, packed, and what waits for them.
+    def out(self, pages: Sequence[int]) -> list[Copied]:
+        """Pages as they are after all that was queued so far, in pieces that follow each other.
 
-        The pages may be overwritten by what is queued from now on. None: they are there.
+        The pages may be overwritten by what is queued from now on.
         """
         rows = host_rows(len(pages), self.page_bytes, self._device)
         pack(self._caches(), pages, rows)
-        return rows, None
+        return [Copied(rows, None)]
 
     def fill(self, pages: Sequence[int], rows: Sequence[StagedRows]) -> None:
         """Fills pages with what follows each other in `rows`.
@@ -134,11 +152,14 @@ class DeviceTransfers(PageTransfers):
         super().__init__(caches)
         self._streams = cuda_streams(self._device) if streams is None else streams
         self._pages = len(caches()[0].k)
+        self._blocks = HostBlocks(self.page_bytes, self._device)
         self._arrivals: deque[_Arrival] = deque()  # in the order in which pages were filled
 
     def stage(self, rows: torch.Tensor) -> Staged:
         # Layers are copied one after another, so each lies in one piece. Torch gives pinned memory
-        # to nobody else before the copies from it are done.
+        # to nobody else before the copies from it are done, and keeps it then: of each power of two
+        # up to the largest read, the most that was in use at any time. Rows of one read are not
+        # freed in the order of reads, so that parts of blocks would be held for longer.
         memory = host_rows(1, len(rows) * self.page_bytes, self._device)[0]
         parts, begin, at = list[torch.Tensor](), 0, 0
         for width in self._widths:
@@ -149,25 +170,26 @@ class DeviceTransfers(PageTransfers):
             begin, at = begin + size, at + width
         return Staged(parts)
 
-    def out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def out(self, pages: Sequence[int]) -> list[Copied]:
         self.needed(pages)
         caches, streams = self._caches(), self._streams
-        rows = host_rows(len(pages), self.page_bytes, self._device)
         [index] = send([np.array(pages, np.int64)], self._device)
         most = max(1, _GATHERED // self.page_bytes)
-        copied: Event | None = None
+        copied = list[Copied]()
         for begin in range(0, len(pages), most):
             part = index[begin : begin + most]
             shape = (len(part), self.page_bytes)
             gathered = torch.empty(shape, dtype=torch.uint8, device=self._device)
             gather(caches, part, gathered)
-            there = streams.record()
+            there, at = streams.record(), 0
             with streams.copying():
                 streams.wait(there)
-                rows[begin : begin + most].copy_(gathered, non_blocking=True)
+                for rows in self._blocks.rows(len(part)):
+                    rows.copy_(gathered[at : at + len(rows)], non_blocking=True)
+                    at += len(rows)
+                    copied.append(Copied(rows, streams.record().synchronize))
                 streams.used(gathered)
-                copied = streams.record()
-        return rows, None if copied is None else copied.synchronize
+        return copied
 
     def fill(self, pages: Sequence[int], rows: Sequence[StagedRows]) -> None:
         streams = self._streams

@@ -286,7 +286,7 @@ class Tiers:
         if not pages:
             return
         try:
-            rows, ready = self._transfers.out([each.page for each in pages])
+            copied = self._transfers.out([each.page for each in pages])
         except Exception:  # no memory, or the device has failed: the next step will tell
             logger.exception("pages could not be copied to memory, and are not kept")
             self.told.unwritten_pages += len(pages)
@@ -294,7 +294,11 @@ class Tiers:
         names = [each.name for each in pages]
         for name in names:
             self._known.add(name)
-        self._writer.add(Batch([each.key for each in pages], names, rows, ready))
+        keys, begin = [each.key for each in pages], 0
+        for rows, ready in copied:
+            end = begin + len(rows)
+            self._writer.add(Batch(keys[begin:end], names[begin:end], rows, ready))
+            begin = end
 
     # -- what comes back ---------------------------------------------------------------------
 
