@@ -6,12 +6,14 @@ A packed page holds, for each layer in order, its keys and then its values, each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
+
+_BLOCK_BYTES = 8 * 2**20  # of main memory that a GPU's pages are copied to
 
 
 def packed_bytes(caches: Sequence[LayerCache]) -> int:
@@ -93,3 +95,34 @@ def host_rows(count: int, width: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return torch.empty((count, width), dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.empty((count, width), np.uint8))
+
+
+class HostBlocks:
+    """Room for packed pages in main memory that is taken in blocks of one size.
+
+    Torch never gives pinned memory back: it keeps what it has made of each size, rounded up to a
+    power of two, for the next one who asks for that size. So whoever asks for many sizes in turn
+    comes to hold the most that was in use of each at any time, together several times what is in
+    use. Of one size it is the most that was in use, once. A block is free when all of its rows are;
+    where rows are freed in the order in which they were taken, all blocks together have at most the
+    rows in use and two blocks more.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        """Takes no memory yet; ``width``: bytes of a packed page."""
+        self._width, self._device = width, device
+        self._size = max(1, _BLOCK_BYTES // width)
+        self._block, self._used = host_rows(0, width, torch.device("cpu")), 0
+
+    def rows(self, count: int) -> Iterator[torch.Tensor]:
+        """Room for ``count`` pages, in pieces that follow each other: uint8 ``[part, width]``.
+
+        O(pieces).
+        """
+        while count:
+            if self._used == len(self._block):
+                self._block, self._used = host_rows(self._size, self._width, self._device), 0
+            piece = self._block[self._used : self._used + count]
+            self._used += len(piece)
+            count -= len(piece)
+            yield piece

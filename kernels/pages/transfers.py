@@ -18,13 +18,22 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from coppice.kernels.attention.interface import LayerCache
-from coppice.kernels.pages.packing import gather, host_rows, layer_bytes, pack, put, unpack
+from coppice.kernels.pages.packing import (
+    HostBlocks,
+    gather,
+    host_rows,
+    layer_bytes,
+    pack,
+    put,
+    unpack,
+)
 from coppice.kernels.pages.streams import Event, Streams, cuda_streams
 from coppice.kernels.transfer import send
 
@@ -50,6 +59,17 @@ class StagedRows(NamedTuple):
     staged: Staged
     first: int
     size: int
+
+
+class Copied(NamedTuple):
+    """Packed pages that were copied to main memory, uint8 ``[count, page_bytes]``.
+
+    `ready` waits until they are there, and raises what fails; it is called once, in any thread.
+    None: they are.
+    """
+
+    rows: torch.Tensor
+    ready: Callable[[], None] | None
 
 
 class PageTransfers:
@@ -94,18 +114,16 @@ class PageTransfers:
         """Packed pages, uint8 ``[count, page_bytes]``, as `fill` takes them. In any thread."""
         return Staged([rows])
 
-    def out(
-        self, pages: Sequence[int], rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """Pages as they are after all that was queued so far, packed, and what waits for them.
+    def out(self, pages: Sequence[int], into: torch.Tensor | None = None) -> list[Copied]:
+        """Pages as they are after all that was queued so far, in pieces that follow each other.
 
-        They are copied to `rows`, if given. The pages may be overwritten by what is queued from now
-        on. What waits is called once, in any thread, and raises what fails; None: they are there.
+        They are copied to `into`, uint8 ``[len(pages), page_bytes]``, if given. The pages may be
+        overwritten by what is queued from now on.
         """
-        if rows is None:
-            rows = host_rows(len(pages), self.page_bytes, self._device)
-        pack(self._caches(), pages, rows)
-        return rows, None
+        if into is None:
+            into = host_rows(len(pages), self.page_bytes, self._device)
+        pack(self._caches(), pages, into)
+        return [Copied(into, None)]
 
     def fill(self, pages: Sequence[int], rows: Sequence[StagedRows]) -> None:
         """Fills pages with what follows each other in `rows`.
@@ -157,11 +175,14 @@ class DeviceTransfers(PageTransfers):
         super().__init__(caches)
         self._streams = cuda_streams(self._device) if streams is None else streams
         self._pages = len(caches()[0].k)
+        self._blocks = HostBlocks(self.page_bytes, self._device)
         self._arrivals: deque[_Arrival] = deque()  # in the order in which pages were filled
 
     def stage(self, rows: torch.Tensor) -> Staged:
         # Layers are copied one after another, so each lies in one piece. Torch gives pinned memory
-        # to nobody else before the copies from it are done.
+        # to nobody else before the copies from it are done, and keeps it then: of each power of two
+        # up to the largest read, the most that was in use at any time. Rows of one read are not
+        # freed in the order of reads, so that parts of blocks would be held for longer.
         memory = host_rows(1, len(rows) * self.page_bytes, self._device)[0]
         parts, begin, at = list[torch.Tensor](), 0, 0
         for width in self._widths:
@@ -172,35 +193,30 @@ class DeviceTransfers(PageTransfers):
             begin, at = begin + size, at + width
         return Staged(parts)
 
-    def out(
-        self, pages: Sequence[int], rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def out(self, pages: Sequence[int], into: torch.Tensor | None = None) -> list[Copied]:
         self.needed(pages)
         caches, streams = self._caches(), self._streams
-        pinned = host_rows(len(pages), self.page_bytes, self._device)
         [index] = send([np.array(pages, np.int64)], self._device)
         most = max(1, _GATHERED // self.page_bytes)
-        copied: Event | None = None
+        copied = list[Copied]()
         for begin in range(0, len(pages), most):
             part = index[begin : begin + most]
             shape = (len(part), self.page_bytes)
             gathered = torch.empty(shape, dtype=torch.uint8, device=self._device)
             gather(caches, part, gathered)
-            there = streams.record()
+            there, at = streams.record(), 0
             with streams.copying():
                 streams.wait(there)
-                pinned[begin : begin + most].copy_(gathered, non_blocking=True)
+                for rows in self._blocks.rows(len(part)):
+                    rows.copy_(gathered[at : at + len(rows)], non_blocking=True)
+                    ready = streams.record().synchronize
+                    if into is not None:  # which is not pinned
+                        pinned, rows = rows, into[begin + at : begin + at + len(rows)]
+                        ready = partial(_copy_when, ready, pinned, rows)
+                    at += len(rows)
+                    copied.append(Copied(rows, ready))
                 streams.used(gathered)
-                copied = streams.record()
-        if rows is None:
-            return pinned, None if copied is None else copied.synchronize
-
-        def ready() -> None:
-            if copied is not None:
-                copied.synchronize()
-            rows.copy_(pinned)
-
-        return rows, ready
+        return copied
 
     def fill(self, pages: Sequence[int], rows: Sequence[StagedRows]) -> None:
         streams = self._streams
@@ -270,6 +286,12 @@ class DeviceTransfers(PageTransfers):
 
     def forget(self) -> None:
         self._arrivals.clear()
+
+
+def _copy_when(ready: Callable[[], None], source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies rows once they are there."""
+    ready()
+    target.copy_(source)
 
 
 class _FilledLayers(Sequence[LayerCache]):

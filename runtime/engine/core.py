@@ -433,6 +433,8 @@ class Engine:
             raise Unfinished(f"reset_cache: refused while {unfinished} requests are unfinished")
         self.pins.clear()
         self.tree.reset()
+        if self.tiers is not None:
+            self.tiers.emptied()
         self.intake.known_logprobs.clear()
         self.drafting.forget()
         self.accounts.cleared(self.tree)
@@ -515,6 +517,8 @@ class Engine:
         """Forgets what is kept of an adapter's requests beside its pages."""
         self.intake.known_logprobs.clear()
         self.drafting.forget_adapter(adapter)
+        if self.tiers is not None:
+            self.tiers.forget_adapter(adapter.identity)
 
     def _empty(self) -> None:
         """Begins a new tree; pins keep their prefixes, of which nothing is cached."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.schedule.scheduler import Scheduler
 from coppice.runtime.schedule.step_times import StepTimes
 from coppice.runtime.startup.room import available_memory, readable
-from coppice.runtime.tiers.digest import cache_file, weights_digest
+from coppice.runtime.tiers.digest import cache_file, weights_digest, weights_stamps
 from coppice.runtime.tiers.disk.store import DiskStore
 from coppice.runtime.tiers.exchange import WAITING_BYTES, Tiers
 from coppice.runtime.tiers.host import HostStore
@@ -42,12 +43,28 @@ _ON_THEIR_WAY = _MOST_WAITING + 4 * 2**30
 def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> Tiers | None:
     """The tiers of an engine, in use from now on; None if it has none.
 
-    Raises ValueError if one can't be used, with nothing left open.
+    Raises ValueError if one can't be used, OSError if the weights can't be read; whatever it
+    raises, nothing is left open.
     """
     if not (config.host_cache or config.disk_cache or config.shared_cache):
         return None
+    with ExitStack() as undo:
+        tiers = _open(config, runner, scheduler, undo)
+        undo.pop_all()
+    return tiers
+
+
+def _open(
+    config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, undo: ExitStack
+) -> Tiers:
+    """`open_tiers`; `undo` closes what was opened, some of it twice, which does no harm."""
     transfers = runner.use_transfers(_ON_THEIR_WAY)
     stores: list[Store] = []
+
+    def add(store: Store) -> None:
+        undo.callback(store.close)
+        stores.append(store)
+
     try:
         if config.host_cache is not None:
             size = parse_size("host_cache", config.host_cache)
@@ -56,20 +73,18 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
                     f"host_cache is {config.host_cache!r}; it must be at most the main memory that "
                     f"is free, {readable(there)}"
                 )
-            stores.append(HostStore(size, transfers.page_bytes, runner.device))
+            add(HostStore(size, transfers.page_bytes, runner.device))
         if config.disk_cache is not None:
             folder = str(Path(config.disk_cache).expanduser())
             size = parse_size("disk_cache_size", config.disk_cache_size)
             disk, dtype = partial(DiskStore, folder, size), config.disk_cache_dtype
-            stores.append(_opened(runner, transfers, disk, "disk_cache_dtype", dtype))
+            add(_opened(runner, transfers, disk, "disk_cache_dtype", dtype))
         if (address := config.shared_cache) is not None:
             from coppice.runtime.tiers.shared import SharedStore
 
             shared, dtype = partial(SharedStore, address), config.shared_cache_dtype
-            stores.append(_opened(runner, transfers, shared, "shared_cache_dtype", dtype))
-    except (TierFailed, ValueError) as error:
-        for store in stores:
-            store.close()
+            add(_opened(runner, transfers, shared, "shared_cache_dtype", dtype))
+    except TierFailed as error:
         raise ValueError(str(error)) from error
     times = scheduler.times or StepTimes(2.0)  # the limit does not matter: nothing asks for it
     tiers = Tiers(
@@ -82,6 +97,7 @@ def open_tiers(config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) 
         vocabulary=runner.model_config.vocab_size,
         waiting_bytes=_waiting_bytes(config, transfers.page_bytes),
     )
+    undo.callback(tiers.close, 0.0)
     scheduler.use(tiers, times)
     logger.info("pages are kept in: %s", ", ".join(store.name for store in stores))
     return tiers
@@ -116,15 +132,26 @@ def _opened(
     return RoundedStore(store(rounding.page_bytes), rounding)
 
 
-def digest_of_weights(config: EngineConfig, path: Path) -> bytes:
+def digest_of_weights(config: EngineConfig, runner: ModelRunner) -> bytes:
     """What tells the weights of an engine from others of the same shapes.
 
-    `path` is the folder that was loaded: what a hub id names may be another one by now. Files are
-    read once, and remembered. Raises OSError if one can't be read.
+    Files are read once, and remembered: those of the folder that was loaded, since what a hub id
+    names may be another one by now. Of files that were changed since they were loaded nobody can
+    say any more what they contained; then it is a digest that nothing else has.
+
+    Raises OSError if one can't be read.
     """
     if config.load_format == "dummy":
         return b"dummy" + str(config.seed).encode()
-    return weights_digest(path, cache_file())
+    digest = weights_digest(runner.path, cache_file())
+    if weights_stamps(runner.path) != runner.stamps:
+        logger.warning(
+            "files in %s were changed while their weights were loaded: tiers find nothing of "
+            "before, and nobody else what is kept now; start again once the files are complete",
+            runner.path,
+        )
+        return os.urandom(16)
+    return digest
 
 
 def _instructions(device: torch.device) -> tuple[str, ...]:
@@ -139,7 +166,7 @@ def numbers_digest(config: EngineConfig, runner: ModelRunner) -> bytes:
 
     The weights by their content, the types and kernels that compute with them, and the layout.
     """
-    weights = digest_of_weights(config, runner.path)
+    weights = digest_of_weights(config, runner)
     cache = runner.kv_cache[0]
     described = repr((
         NUMBERS,

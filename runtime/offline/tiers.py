@@ -152,6 +152,9 @@ class _Loads:
     def waits(self, sequence: Sequence) -> bool:
         return False
 
+    def asks_again(self, sequence: Sequence, cached: int) -> bool:
+        return False
+
     def ask(self, sequence: Sequence, cached: int) -> None:
         self._of.pop(sequence, None)
         if (load := self._tiers.find(sequence, cached)) is not None:

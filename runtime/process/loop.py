@@ -79,7 +79,7 @@ class EngineLoop:
         if self._host is not None:
             listener = Listener(self._host, self._admit)
             door = Door(listener.port, listener.key)
-            self._weights = digest_of_weights(self._engine.config, self._engine.runner.path).hex()
+            self._weights = digest_of_weights(self._engine.config, self._engine.runner).hex()
         parent.channel.send(replace(self._ready(), door=door))
         reader = self._reader(parent)
         try:

@@ -56,6 +56,7 @@ from coppice.runtime.runner.warm_up import (
 from coppice.runtime.sampling.drafts.draft import MOST_DRAFTED
 from coppice.runtime.startup.memory import give_back_memory
 from coppice.runtime.startup.room import explained
+from coppice.runtime.tiers.digest import weights_stamps
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class LoadedModel:
 
     Attributes:
         model_config: the model's sizes and layers.
+        stamps: of the files of weights, before they were read; see `weights_stamps`.
         recipe: what the checkpoint is made for beside text.
         decoder: the model.
         attention: the attention backend.
@@ -103,6 +105,7 @@ class LoadedModel:
         self.group, self.followers = group, Followers(group)
         path = self.path = resolve_model(config.model, config.revision)
         check_model_folder(path, weights=config.load_format != "dummy")
+        self.stamps = weights_stamps(path)
         self._implementation = choose(path, config)
         model = self.model_config = self._implementation.config
         check_division(model, group.size)
@@ -324,6 +327,7 @@ class LoadedModel:
     def _bring_weights(self) -> None:
         """Reads the weights again, or brings them back to the device."""
         if self.asleep == 2:
+            self.stamps = weights_stamps(self.path)
             self._load_weights()
         elif self.asleep == 1:
             self.decoder.to(self.device)

@@ -426,6 +426,13 @@ class Scheduler:
                 sequence.private = True
                 match = self.paging.match(sequence)
                 in_flight = 0
+            if (
+                self.tiers is not None
+                and not sequence.preempted
+                and self.tiers.loads.asks_again(sequence, match.length)
+            ):
+                self.waiting.set_aside(sequence)
+                continue
             count = min(len(sequence.tokens) - match.length, budget)
             load = None if self.tiers is None else self.tiers.loads.of(sequence)
             account = None if load is None else load.account

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -26,22 +27,15 @@ def weights_digest(folder: Path, remember: Path | None = None) -> bytes:
     """The digest of all files of weights in a folder, and of its config.json: 16 bytes.
 
     Each file is read once, at the speed of the disk. `remember` is a file that keeps the digests of
-    files; one whose size and times of change are as they were is not read again. (The time at which
-    the system noted the last change can't be set by programs, so a copy that keeps the time of its
-    original is read all the same.)
+    files; one whose stamp is as it was is not read again.
 
     Raises OSError if a file can't be read.
     """
-    files = {path.resolve() for form in _WEIGHTS for path in folder.glob(form)}
-    config = folder / "config.json"
-    if config.is_file():
-        files.add(config.resolve())
     known = _read(remember)
     found: dict[str, tuple[list[int], str]] = {}
     digests = []
-    for path in sorted(files):
-        state = path.stat()
-        stamp = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
+    for path in _files(folder):
+        stamp = _stamp(path)
         entry = known.get(str(path))
         if entry is None or entry[0] != stamp:
             entry = stamp, _file_digest(path)
@@ -50,6 +44,37 @@ def weights_digest(folder: Path, remember: Path | None = None) -> bytes:
     if found and remember is not None:
         _write(remember, {**known, **found})
     return xxhash.xxh3_128_digest("".join(sorted(digests)).encode())
+
+
+def weights_stamps(folder: Path) -> dict[str, list[int]]:
+    """The stamps of the files that `weights_digest` reads, by path; none of one that is gone.
+
+    Files were not changed, nor replaced, between two times at which these were equal.
+    """
+    stamps = {}
+    for path in _files(folder):
+        with suppress(OSError):
+            stamps[str(path)] = _stamp(path)
+    return stamps
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of weights in a folder, and its config.json, where they lie; in order."""
+    files = {path.resolve() for form in _WEIGHTS for path in folder.glob(form)}
+    config = folder / "config.json"
+    if config.is_file():
+        files.add(config.resolve())
+    yield from sorted(files)
+
+
+def _stamp(path: Path) -> list[int]:
+    """The size of a file, its times of change, and its number.
+
+    The time at which the system noted the last change can't be set by programs, so a copy that
+    keeps the time of its original has another stamp all the same.
+    """
+    state = path.stat()
+    return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
 
 
 def _file_digest(path: Path) -> str:

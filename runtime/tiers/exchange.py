@@ -101,7 +101,6 @@ class Tiers:
         self._uses, self._tell_next = Uses(), 0.0
         self._tree = tree
         self._listen()
-        self._writer = Writer(stores, self.told, self._known.discard, waiting_bytes)
         self.loads = Loads(
             stores,
             page_size=self._size,
@@ -121,6 +120,8 @@ class Tiers:
             known=self._known,
             told=self.told,
         )
+        # The last one, since it starts a thread: whatever fails before leaves nothing running.
+        self._writer = Writer(stores, self.told, self._known.discard, waiting_bytes)
 
     @property
     def names(self) -> list[str]:
@@ -145,6 +146,20 @@ class Tiers:
         for namespace, name in self._roots.items():
             if name is not None:
                 self._warming.know(name, namespace)
+
+    def emptied(self) -> None:
+        """Notes that the tree was emptied on purpose: what nobody asks for does not come back."""
+        self._warming.forget()
+
+    def forget_adapter(self, identity: str) -> None:
+        """Brings back nothing of an adapter's namespaces until somebody names them again."""
+
+        def gone(namespace: Hashable) -> bool:
+            return isinstance(namespace, Namespace) and namespace.adapter == identity
+
+        for namespace in [each for each in self._roots if gone(each)]:
+            del self._roots[namespace]
+        self._warming.forget(gone)
 
     def _root(self, namespace: Hashable) -> bytes | None:
         """The name with which the chain of a namespace begins; None for one without an encoding."""
@@ -288,7 +303,7 @@ class Tiers:
         if not pages:
             return True
         try:
-            rows, ready = self._transfers.out([each.page for each in pages])
+            copied = self._transfers.out([each.page for each in pages])
         except Exception:  # no memory, or the device has failed: the next step will tell
             logger.exception("pages could not be copied to memory, and are not kept")
             self.told.unwritten_pages += len(pages)
@@ -296,7 +311,11 @@ class Tiers:
         names = [each.name for each in pages]
         for name in names:
             self._known.add(name)
-        self._writer.add(Batch([each.key for each in pages], names, rows, ready))
+        keys, begin = [each.key for each in pages], 0
+        for rows, ready in copied:
+            end = begin + len(rows)
+            self._writer.add(Batch(keys[begin:end], names[begin:end], rows, ready))
+            begin = end
         return True
 
     # -- what comes back ---------------------------------------------------------------------

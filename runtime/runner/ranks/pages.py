@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -21,7 +22,7 @@ import torch
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.cpu.ranks.errors import RanksEnded
 from coppice.kernels.cpu.ranks.pages import SharedPages, SharedRoom, shared_pages
-from coppice.kernels.pages.transfers import PageTransfers, Staged, StagedRows
+from coppice.kernels.pages.transfers import Copied, PageTransfers, Staged, StagedRows
 from coppice.runtime.model.parallel.group import RankGroup
 from coppice.runtime.runner.ranks.following import Followers
 
@@ -100,22 +101,19 @@ class DividedTransfers(PageTransfers):
     def stage(self, rows: torch.Tensor) -> Staged:
         return self._own.stage(rows[:, self._shared.columns(0)])._replace(whole=rows)
 
-    def out(
-        self, pages: Sequence[int], rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        assert rows is None, "other ranks can't write to any memory"
+    def out(self, pages: Sequence[int], into: torch.Tensor | None = None) -> list[Copied]:
+        assert into is None, "other ranks can't write to any memory"
         rows = self._rows.take(len(pages))
         with self._runner.together():
             self._task("out", list(map(int, pages)), self._shared.begin_of(rows))
             tasks = self._tasks
-            _, own_ready = self._own.out(pages, rows[:, self._shared.columns(0)])
+            own = self._own.out(pages, rows[:, self._shared.columns(0)])
 
         def ready() -> None:
-            if own_ready is not None:
-                own_ready()
+            _await_all(own)
             self._await(tasks)
 
-        return rows, ready
+        return [Copied(rows, ready)]
 
     def fill(self, pages: Sequence[int], rows: Sequence[StagedRows]) -> None:
         runs: list[tuple[int, int]] = []
@@ -141,6 +139,12 @@ class DividedTransfers(PageTransfers):
             self._own.forget()
 
 
+def _await_all(copied: Sequence[Copied]) -> None:
+    for each in copied:
+        if each.ready is not None:
+            each.ready()
+
+
 class PagesPart:
     """Another rank's part of pages: does the tasks that the first rank gives."""
 
@@ -160,8 +164,9 @@ class PagesPart:
 
     def out(self, pages: Sequence[int], begin: int) -> None:
         """Copies pages to the rows that begin there."""
-        _, ready = self._transfers.out(pages, self._shared.part(begin, len(pages)))
-        self._done(ready)
+        copied = self._transfers.out(pages, self._shared.part(begin, len(pages)))
+        at_once = all(each.ready is None for each in copied)
+        self._done(None if at_once else partial(_await_all, copied))
 
     def fill(self, pages: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
         """Fills pages from rows: where each run of them begins, and how many it has."""

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
@@ -80,12 +80,15 @@ class DiskStore(Store):
             self._held = FolderLock(self._folder)
         except OSError as error:
             raise TierFailed(f"disk_cache: {str(folder)!r} can't be used: {error}") from error
-        try:
-            self._segments = Segments(self._folder, self._most)
-            self._index: Index = open_index(self._folder, self._segments)
-        except (OSError, sqlite3.Error) as error:
-            self._held.release()
-            raise TierFailed(f"disk_cache: {str(folder)!r} can't be used: {error}") from error
+        with ExitStack() as undo:
+            undo.callback(self._held.release)
+            try:
+                self._segments = Segments(self._folder, self._most)
+                undo.callback(self._segments.close)
+                self._index: Index = open_index(self._folder, self._segments)
+            except (OSError, sqlite3.Error) as error:
+                raise TierFailed(f"disk_cache: {str(folder)!r} can't be used: {error}") from error
+            undo.pop_all()
 
     @property
     def capacity(self) -> int:

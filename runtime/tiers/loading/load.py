@@ -60,13 +60,15 @@ class Load:
 
     Attributes:
         sequence: for which it is.
-        begin: its computed tokens when tiers were asked.
+        begin: its tokens that the tree had when tiers were asked.
         first: whether it has never run before.
         mark: what other sequences that would load the same share with it.
         finding: whether they have not answered yet.
-        asked: when they were, in seconds of a monotonic clock.
+        again: from when on they may be asked again, in seconds of a monotonic clock.
+        asked: when the tier that is asked now was, likewise.
         asking: the index of the tier that is asked now; set by the thread that asks.
         answered: what those before it have; set by the thread that asks.
+        before: what was answered to earlier questions.
         missed: names of pages that some tier does not have; likewise.
         together: see `Worth`.
         compute_rate, load_rate: tokens a second.
@@ -76,9 +78,10 @@ class Load:
         account: what was found and what came back, for the accounts of the sequence.
     """
 
-    __slots__ = ("sequence", "begin", "first", "mark", "finding", "asked", "asking", "answered",
-                 "missed", "together", "compute_rate", "load_rate", "began", "served", "pieces",
-                 "bonus", "account", "_size", "_found", "_flying", "_rows")  # fmt: skip
+    __slots__ = ("sequence", "begin", "first", "mark", "finding", "again", "asked", "asking",
+                 "answered", "before", "missed", "together", "compute_rate", "load_rate", "began",
+                 "served", "pieces", "bonus", "account", "_size", "_found", "_flying",
+                 "_rows")  # fmt: skip
 
     def __init__(
         self,
@@ -94,9 +97,11 @@ class Load:
         self.first = first
         self.mark = mark
         self.finding = True
+        self.again = 0.0
         self.asked = now
         self.asking = 0
         self.answered: dict[int, FoundPage] = {}
+        self.before: dict[int, FoundPage] = {}
         self.missed: list[bytes] = []
         self.together = False
         self.compute_rate = self.load_rate = 1.0
@@ -111,9 +116,24 @@ class Load:
         self._flying: dict[int, FoundPage] = {}
         self._rows: dict[int, LoadedPage] = {}
 
+    @property
+    def border(self) -> int:
+        """The first token of the first page for which tiers were asked."""
+        return self.begin // self._size * self._size
+
+    def ask_again(self, begin: int, mark: Hashable, later: float) -> None:
+        """Tiers are about to be asked for the tokens from `begin` to `border`, too.
+
+        The tree had them, and has lost them. `later`: when they may be asked the next time.
+        """
+        self.begin, self.mark, self.again = begin, mark, later
+        self.finding = True
+        self.before |= self.answered
+        self.answered, self.missed = {}, []
+
     def found(self, pages: dict[int, FoundPage]) -> None:
-        """Takes what is worth loading, by index of the page."""
-        self._found = pages
+        """Takes what is worth loading, by index of the page; what was found before stays."""
+        self._found.update(pages)
 
     @property
     def over(self) -> bool:

@@ -32,6 +32,7 @@ _RUNNING_BYTES = 1 << 30  # the same for those that run, beside one piece for ea
 _TAKEN_BYTES = 64 * 2**20  # copied to pages between two steps, so that no step waits for long
 _EXPECTED = 1e9  # bytes a second of a tier that was never read
 _REST_SECONDS = 10.0  # for which a tier that failed is not asked
+_AGAIN_SECONDS = 2.0  # between two times that tiers are asked again for a sequence
 
 
 class Loads:
@@ -114,28 +115,58 @@ class Loads:
         Does nothing if they were asked for it already, or if another load brings them.
         """
         self._behind.pop(sequence, None)
-        if sequence in self._loads or sequence.private or not any(map(self._awake, self._tiers)):
+        if sequence in self._loads:
+            return
+        self._ask(sequence, None, cached, sequence.hit_limit)
+
+    def asks_again(self, sequence: Sequence, cached: int) -> bool:
+        """Whether a sequence that is about to run should wait, since tiers are asked once more.
+
+        They are if the tree has lost what they were not asked for, since it had it: they may have
+        got it. They are asked again every few seconds at most, lest a sequence wait for ever.
+        """
+        load = self._loads.get(sequence)
+        if load is None or cached >= load.border or load.finding or self._clock() < load.again:
+            return False
+        self._ask(sequence, load, cached, load.border)
+        return self.waits(sequence)
+
+    def _ask(self, sequence: Sequence, load: Load | None, cached: int, limit: int) -> None:
+        """Asks tiers for a sequence's tokens from `cached` to `limit`, unless another load does.
+
+        `load`: that of the sequence; None: it begins.
+        """
+        if sequence.private or limit <= cached or not any(map(self.finding.awake, self._tiers)):
             return
         request = sequence.request
-        limit = sequence.hit_limit
-        if limit <= cached or (root := self._root(request.namespace)) is None:
+        if (root := self._root(request.namespace)) is None:
             return
         tokens = sequence.keys(0, limit)
         mark = (request.namespace, tokens[: (cached + self._size) * TOKEN_BYTES])
         other = self._coming.get(mark)
         if (
             other is not None
+            and other is not load
             and other.coming
             and other.sequence.status is Status.WAITING
             and other.sequence.request.priority <= request.priority
         ):
             self._behind[sequence] = other
             return
-        first = sequence.cached_tokens < 0
-        load = Load(sequence, cached, self._size, self._clock(), first, mark)
-        self._loads[sequence] = load
+        if load is None:
+            first = sequence.cached_tokens < 0
+            load = Load(sequence, cached, self._size, self._clock(), first, mark)
+            self._loads[sequence] = load
+        else:
+            self._brings_no_more(load)
+            load.ask_again(cached, mark, self._clock() + _AGAIN_SECONDS)
         self._coming[mark] = load
         self.finding.ask(load, root, tokens)
+
+    def _brings_no_more(self, load: Load) -> None:
+        """What others would load as well need not wait for a load any more."""
+        if self._coming.get(load.mark) is load:
+            del self._coming[load.mark]
 
     @property
     def _tiers(self) -> range:
@@ -154,7 +185,7 @@ class Loads:
         Tiers are about to answer, or to bring what it shares with another one in the queue.
         """
         load = self._loads.get(sequence)
-        return load.finding if load is not None else sequence in self._behind
+        return sequence in self._behind or (load is not None and load.finding)
 
     def next(self, load: Load, count: int) -> Next:
         """What a running sequence with `count` tokens to compute does now; see `Next`."""
@@ -198,8 +229,7 @@ class Loads:
             self._withdraw(load)
             self._queued.pop(load, None)  # what a thread reads now, `_came` counts
             load.forget()
-            if self._coming.get(load.mark) is load:
-                del self._coming[load.mark]
+            self._brings_no_more(load)
 
     # -- between steps -----------------------------------------------------------------------
 
@@ -219,11 +249,7 @@ class Loads:
 
     def poll(self) -> None:
         """Takes what the threads have done, gives up what is too slow, and has more read."""
-        while True:
-            try:
-                self._done.get_nowait()()
-            except Empty:
-                break
+        self._take_done()
         if self._loads:
             self._check_patience()
             for load in self._loads.values():
@@ -231,6 +257,13 @@ class Loads:
                     self._withdraw(load)
                     self._expect(load)
             self._read_more()
+
+    def _take_done(self) -> None:
+        while True:
+            try:
+                self._done.get_nowait()()
+            except Empty:
+                return
 
     def found(self) -> list[Load]:
         """Loads that were found to be worth it since the last call."""
@@ -254,22 +287,36 @@ class Loads:
             threads.shutdown(cancel_futures=True)
 
     def _check_patience(self) -> None:
-        """Gives up what comes from a tier that has done nothing for too long."""
+        """Gives up what comes from a tier that has done nothing for too long.
+
+        A tier that answers nobody is left alone for a while, as one that fails: those that wait for
+        its answer go on to the next one together, and no other has to wait for as long.
+        """
         now, each = self._clock(), self._page_bytes * _THREADS
         stuck = {
             tier
             for tier, (rate, pages) in enumerate(zip(self._rates, self._at_a_time(), strict=True))
             if self._pieces[tier] and now - self._brought[tier] > rate.patience(each * pages)
         }
+        silent = set[int]()
         for load in self._loads.values():
             if load.finding:
-                if self.finding.silent(load) > self._rates[load.asking].patience(0):
-                    self._slow(load.asking)
-                    self._found(load, load.answered)
+                tier, seconds = self.finding.silent(load)
+                if seconds > self._rates[tier].patience(0):
+                    silent.add(tier)
             elif stuck:
                 for tier in load.tiers & stuck:
                     self._slow(tier)
                     load.give_up(tier)
+        for tier in silent:
+            self._slow(tier, self._leave(tier))
+        if silent:  # there may be no tier left to be asked
+            self._take_done()
+
+    def _leave(self, tier: int) -> int:
+        """Leaves a tier alone for a while; returns for how many loads it had not answered."""
+        self._rested[tier] = self._clock() + _REST_SECONDS
+        return self.finding.leave(tier)
 
     def _at_a_time(self) -> list[int]:
         """Pages that are read by one call, of each tier."""
@@ -278,8 +325,8 @@ class Loads:
             for rate in self._rates
         ]
 
-    def _slow(self, tier: int) -> None:
-        self._told.tiers[self._stores[tier].name].slow += 1
+    def _slow(self, tier: int, loads: int = 1) -> None:
+        self._told.tiers[self._stores[tier].name].slow += loads
 
     def _withdraw(self, load: Load) -> None:
         """Takes back what is about to be read for a load, and that no thread has begun to."""
@@ -370,13 +417,13 @@ class Loads:
         if not load.finding:
             return
         load.finding = False
-        computed = max(load.begin, load.sequence.computed)
+        computed, before = max(load.begin, load.sequence.computed), load.account.found_tokens
         load.account.has(
-            (max(computed, index * self._size), index * self._size + pages[index].place.tokens)
-            for index in sorted(pages)
+            (max(computed, index * self._size), index * self._size + page.place.tokens)
+            for index, page in sorted({**load.before, **pages}.items())
         )
-        tokens = load.account.found_tokens
-        if not tokens:
+        tokens = load.account.found_tokens - before
+        if not pages or tokens <= 0:
             return
         if len(self._stores) == 1:  # else another one may not have them
             for page in pages.values():
@@ -390,10 +437,10 @@ class Loads:
             for tier in {page.tier for page in pages.values()}:
                 self._rates[tier].declined()
             return
-        load.together = found.together
+        load.together = load.together or found.together
         load.load_rate = tokens / max(seconds, 1e-9)
         load.compute_rate = tokens / alone if alone else 1e-9
-        load.bonus = round(tokens * min(1.0, found.seconds / alone)) if alone else tokens
+        load.bonus += round(tokens * min(1.0, found.seconds / alone)) if alone else tokens
         load.found(pages)
         self._new.append(load)
 
@@ -423,4 +470,4 @@ class Loads:
     def _rest(self, tier: int) -> None:
         """Leaves a tier alone for a while: it could not answer."""
         self._told.tiers[self._stores[tier].name].failures += 1
-        self._rested[tier] = self._clock() + _REST_SECONDS
+        self._leave(tier)

@@ -98,11 +98,12 @@ class Warming:
         self._vocabulary, self._told = vocabulary, told
         self._piece = max(1, _PIECE_BYTES // transfers.page_bytes)
         self._known: dict[bytes, Hashable] = {}  # whose hottest prefixes were not asked for
+        self._asked: dict[bytes, Hashable] = {}  # for whose the thread asks
         self._runs: deque[_Run] = deque()
         self._threads: ThreadPoolExecutor | None = None
         self._done: SimpleQueue[list[_Run] | _Read | None] = SimpleQueue()
         self._busy = False  # the thread is
-        self._void = False  # what it does was asked for before a restart
+        self._void = False  # what it reads is not wanted any more
         self._left: int | None = None  # pages that may be filled; None: not begun
         self._closed = False
 
@@ -111,11 +112,21 @@ class Warming:
         if len(self._known) < _MOST_KNOWN:
             self._known[root] = namespace
 
+    def forget(self, gone: Callable[[Hashable], bool] = lambda namespace: True) -> None:
+        """Brings back nothing of the namespaces that are `gone`, before `know` names them again.
+
+        What is on its way is void, too.
+        """
+        reads = self._busy and not self._asked and bool(self._runs)
+        self._void = self._void or (reads and gone(self._runs[0].namespace))
+        self._runs = deque(run for run in self._runs if not gone(run.namespace))
+        for named in (self._known, self._asked):
+            for root in [root for root, namespace in named.items() if gone(namespace)]:
+                del named[root]
+
     def restart(self) -> None:
         """Begins anew, with an empty tree; `know` comes again for each namespace."""
-        self._void = self._busy
-        self._runs.clear()
-        self._known.clear()
+        self.forget()
         self._left = None
 
     def advance(self, tree: RadixTree) -> bool:
@@ -154,8 +165,8 @@ class Warming:
                 return True
             self._runs.popleft()
         if self._known:
-            known, self._known = self._known, {}
-            self._submit(self._ask, known, room)
+            self._asked, self._known = self._known, {}
+            self._submit(self._ask, dict(self._asked), room)
             return True
         return False
 
@@ -175,7 +186,9 @@ class Warming:
     def _take(self, came: list[_Run] | _Read | None) -> None:
         """Takes what the thread has done; None: it has failed."""
         if isinstance(came, list):
-            self._runs.extend(came)
+            wanted = set(self._asked.values())
+            self._runs.extend(run for run in came if run.namespace in wanted)
+            self._asked = {}
             return
         if not self._runs:
             return

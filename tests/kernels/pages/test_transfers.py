@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from collections import deque
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from simulated_streams import SimulatedStreams
 
 from coppice.kernels.attention.interface import LayerCache
+from coppice.kernels.pages import packing, transfers
 from coppice.kernels.pages.packing import pack, packed_bytes
 from coppice.kernels.pages.transfers import DeviceTransfers, PageTransfers, StagedRows
 
@@ -70,15 +73,19 @@ class Device:
         if self.rng.random() < 0.5:  # some columns of rows that others have, too
             with self.streams.host():
                 given = torch.zeros((len(pages), self.width + 12), dtype=torch.uint8)[:, 4:-8]
-        rows, ready = self.transfers.out(pages, given)
-        assert given is None or rows is given
-        right = self.expected[pages].copy()
-        if self.rng.random() < 0.5:
-            with self.streams.host():
-                ready()
-            assert np.array_equal(rows.numpy(), right), "what came out is not what pages had"
-        else:
-            self.waited.append((rows, ready, right))
+        right, begin = self.expected[pages].copy(), 0
+        for rows, ready in self.transfers.out(pages, given):
+            part = right[begin : begin + len(rows)]
+            if given is not None:
+                assert rows.data_ptr() == given[begin].data_ptr()
+            begin += len(rows)
+            if self.rng.random() < 0.5:
+                with self.streams.host():
+                    ready()
+                assert np.array_equal(rows.numpy(), part), "what came out is not what pages had"
+            else:
+                self.waited.append((rows, ready, part))
+        assert begin == len(pages)
 
     def step(self) -> None:
         """Reads some pages and writes one of them, layer by layer."""
@@ -119,6 +126,12 @@ class Device:
         for read, right in self.checks:
             assert np.array_equal(read.numpy(), right), "a step has read something else"
         assert np.array_equal(self.found(), self.expected), "a page holds something else"
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Most of what is copied to main memory comes in several pieces."""
+    monkeypatch.setattr(packing, "_BLOCK_BYTES", 3 * packed_bytes(caches()))
 
 
 @pytest.mark.parametrize("eager", [0.0, 0.3, 0.6])
@@ -179,17 +192,44 @@ def test_what_has_come_is_put_into_its_pages_without_waiting():
     assert not device.transfers.coming()
 
 
+def test_memory_that_pages_are_copied_to_is_of_one_size_and_little_more_than_is_in_use(monkeypatch):
+    """However many pages are copied at once: torch keeps what was pinned of each size for ever."""
+    blocks, sizes = list[weakref.ref[np.ndarray]](), set[int]()
+
+    def recorded(count: int, width: int, device: torch.device) -> torch.Tensor:
+        block = np.empty((count, width), np.uint8)
+        if count:
+            sizes.add(block.nbytes)
+            blocks.append(weakref.ref(block))
+        return torch.from_numpy(block)  # which has it live as long as any part of it
+
+    for module in (packing, transfers):
+        monkeypatch.setattr(module, "host_rows", recorded)
+    rng, device = random.Random(6), Device(6, steps_late=False)
+    held, most = deque(), 0
+    for _ in range(300):
+        count = rng.choice([1, 1, 2, rng.randint(1, PAGES)])
+        held += device.transfers.out(rng.sample(range(PAGES), count))
+        for _ in range(rng.randint(0, len(held))):
+            held.popleft().ready()  # as they are stored, in their order
+        there = sum(each() is not None for each in blocks)
+        most = max(most, there)
+        in_use = sum(len(each.rows) for each in held)
+        assert in_use <= there * 3 <= in_use + 2 * 3
+    assert sizes == {3 * device.width} and len(blocks) > 100 and most > 3
+
+
 def test_in_main_memory_pages_are_filled_at_once():
     rng, made = random.Random(5), caches()
-    transfers = PageTransfers(lambda: made)
-    rows = content(rng, 4, transfers.page_bytes)
-    staged = transfers.stage(rows)
+    plain = PageTransfers(lambda: made)
+    rows = content(rng, 4, plain.page_bytes)
+    staged = plain.stage(rows)
     assert staged.parts[0] is rows, "nothing is copied twice"
-    transfers.fill([7, 2, 5], [StagedRows(staged, 1, 1), StagedRows(staged, 2, 2)])
-    assert transfers.layers([7]) is made
-    out, ready = transfers.out([7, 2, 5])
+    plain.fill([7, 2, 5], [StagedRows(staged, 1, 1), StagedRows(staged, 2, 2)])
+    assert plain.layers([7]) is made
+    [(out, ready)] = plain.out([7, 2, 5])
     assert ready is None and torch.equal(out, rows[1:])
-    wide = torch.zeros((3, transfers.page_bytes + 3), dtype=torch.uint8)
-    out, ready = transfers.out([7, 2, 5], wide[:, 1:-2])
+    wide = torch.zeros((3, plain.page_bytes + 3), dtype=torch.uint8)
+    [(out, ready)] = plain.out([7, 2, 5], wide[:, 1:-2])
     assert ready is None and torch.equal(wide[:, 1:-2], rows[1:])
     assert not wide[:, :1].any() and not wide[:, -2:].any()

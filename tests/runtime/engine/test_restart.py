@@ -8,11 +8,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fake_tiers import MemoryStore, add_tiers, written
+from adapter_files import load, save_adapter
+from fake_tiers import HandThreads, MemoryStore, add_tiers, written
 from tiered_engine import GREEDY, engine, loading_pays, prompts_of, serve
 
 from coppice.radix.mirror.names import chain
 from coppice.runtime.engine.core import Engine
+from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.tiers import exchange
 
 
@@ -173,6 +175,76 @@ def test_after_sleep_it_begins_anew_and_after_a_reset_it_does_not(llama, tmp_pat
     be_idle(made)
     assert cached(made, prompts[0]) >= len(prompts[0]) - 1
     made.close()
+
+
+def warm_engine(checkpoint, store, **options) -> tuple[Engine, HandThreads]:
+    """An engine whose tier is `store`, and the threads that read, which work when told so."""
+    made = engine(checkpoint, kv_cache_tokens=1024, **options)
+    return made, add_tiers(made, [store], random.Random(1))
+
+
+def by_hand(made: Engine, threads: HandThreads) -> None:
+    """No request comes until nothing is left to do for such times."""
+    while made.tiers._warming.advance(made.tree):
+        threads.work()
+        made.check()
+
+
+@pytest.mark.parametrize("far", range(4))
+@pytest.mark.parametrize("work", [False, True])
+def test_after_a_reset_nothing_comes_back_that_nobody_asks_for(llama, monkeypatch, far, work):
+    """Wherever it was: asking, reading, with something read, or at another prefix."""
+    monkeypatch.setattr("coppice.runtime.tiers.loading.warming._PIECE_BYTES", 2**13)
+    prompts, store = prompts_of(29)[1:3], MemoryStore()
+    made, _ = warm_engine(llama, store)
+    expected, _ = serve(made, prompts)
+    made.tiers.close(10)
+    made, threads = warm_engine(llama, store)
+    for _ in range(far):
+        made.between()
+        threads.work()
+    made.between()
+    if work:
+        threads.work()
+    made.reset_cache()
+    by_hand(made, threads)
+    assert made.tree.cached_pages == 0
+    tokens, hits = serve(made, prompts[:1])
+    assert tokens == expected[:1] and hits == [len(prompts[0]) - 1], "what is asked for does"
+    by_hand(made, threads)
+    assert cached(made, prompts[1]) <= 50
+    made.tiers.close(1)
+
+
+@pytest.mark.parametrize("far", range(5))
+def test_nothing_comes_back_of_an_adapter_that_was_unloaded(llama, tmp_path, monkeypatch, far):
+    """What belongs to others goes on coming, and the adapter's comes once it is named again."""
+    monkeypatch.setattr("coppice.runtime.tiers.loading.warming._PIECE_BYTES", 2**13)
+    save_adapter(tmp_path, load(llama))
+    [prompt], store = prompts_of(30, (61,)), MemoryStore()
+    adapter = LoRARequest("own", 1, str(tmp_path))
+    made, _ = warm_engine(llama, store, enable_lora=True)
+    serve(made, [prompt])
+    expected, _ = serve(made, [prompt], lora_request=adapter)
+    made.tiers.close(10)
+    made, threads = warm_engine(llama, store, enable_lora=True)
+    made.adapters.load(adapter)
+    _, namespace = made.intake.place(prompt, None, None, adapter)
+    made.tiers.know(namespace)
+    for _ in range(far):
+        made.between()
+        threads.work()
+    made.between()
+    made.adapters.unload("own")
+    by_hand(made, threads)
+    assert not cached(made, prompt, namespace) and namespace not in made.tree.roots
+    assert cached(made, prompt) >= len(prompt) - 1, "the base model's"
+    made.sleep(1)
+    made.wake_up()
+    by_hand(made, threads)
+    assert namespace not in made.tree.roots
+    assert serve(made, [prompt], lora_request=adapter) == (expected, [len(prompt) - 1])
+    made.tiers.close(1)
 
 
 def test_a_damaged_page_ends_its_prefix(llama, tmp_path):

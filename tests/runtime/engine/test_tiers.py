@@ -24,7 +24,9 @@ from coppice.runtime.engine.core import Engine
 from coppice.runtime.engine.tiering import numbers_digest
 from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
+from coppice.runtime.tiers.host import HostStore
 
 
 @pytest.fixture(autouse=True)
@@ -314,6 +316,29 @@ def test_what_is_slower_than_computing_is_not_loaded(llama):
     made.tiers.close(1)
 
 
+def test_what_is_evicted_while_a_request_waits_comes_back_for_it(llama):
+    """Tiers were asked for what the tree did not have then."""
+    [prompt, other], store = prompts_of(18, (110, 190)), MemoryStore()
+    longer = [*prompt, *range(3, 33)]
+    plain = engine(llama, kv_cache_tokens=1024)
+    expected, _ = serve(plain, [other, longer])
+    plain.close()
+    options = {"kv_cache_tokens": 256, "max_num_seqs": 1, "scheduling_policy": "fcfs"}
+    made = with_store(llama, store, **options)
+    for _ in range(2):
+        serve(made, [prompt])
+    written(made)
+    made.add_request("begins", other, GREEDY)
+    made.step()
+    assert made.tree.match(longer, made.intake.namespace(None)).length == len(prompt)
+    made.abort("begins")
+    tokens, cached = serve(made, [other, longer])
+    assert tokens == expected
+    assert cached[0] == 40 and cached[1] >= len(prompt) - 1
+    assert made.tiers.told.tiers["host"].loaded_tokens > 0
+    made.tiers.close(1)
+
+
 def test_requests_of_one_prompt_load_it_once(llama):
     prompt = prompts_of(11, (200,))[0]
     store = MemoryStore()
@@ -423,6 +448,48 @@ def test_after_a_deep_sleep_pages_of_other_weights_never_hit(llama, tmp_path, mo
     old.close()
 
 
+@pytest.mark.parametrize("deep", [False, True])
+def test_files_that_are_replaced_while_they_are_loaded_give_no_name_to_pages(
+    llama, tmp_path, monkeypatch, caplog, deep
+):
+    """Else pages of the old weights would be kept under the name of the new ones: at the start, and
+    after a deep sleep.
+    """
+    prompts, place = prompts_of(19)[:1], tmp_path / "model"
+    shutil.copytree(llama, place)
+    load_weights, made = ModelRunner._load_weights, None
+
+    def replaced(runner):
+        load_weights(runner)
+        [file] = place.glob("*.safetensors")
+        weights = load_file(file)
+        name = next(name for name in weights if "v_proj" in name)
+        save_file(weights | {name: -weights[name]}, tmp_path / "new", metadata={"format": "pt"})
+        (tmp_path / "new").replace(file)
+
+    if deep:
+        made = engine(place, tmp_path / "cache")
+        made.sleep(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_load_weights", replaced)
+        if made is None:
+            made = engine(place, tmp_path / "cache")
+        else:
+            made.wake_up()
+    old, _ = serve(made, prompts)
+    assert serve(made, prompts)[0] == old
+    made.close()
+    plain = engine(place)
+    new, _ = serve(plain, prompts)
+    plain.close()
+    assert new != old
+    for path, expected in ((place, new), (llama, old)):
+        made = engine(path, tmp_path / "cache")
+        assert serve(made, prompts) == (expected, [0])
+        made.close()
+    assert "were changed while their weights were loaded" in caplog.text
+
+
 def test_names_are_of_the_weights_that_were_loaded(llama):
     """What a hub id names may have become another snapshot since."""
     made = with_store(llama, MemoryStore())
@@ -491,6 +558,35 @@ def test_a_folder_that_is_in_use_or_unusable_is_refused(llama, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"disk_cache: .*file.* can't be used"):
         engine(llama, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "runtime.engine.tiering.page_transfers",
+        "runtime.engine.tiering.numbers_digest",
+        "runtime.tiers.exchange.Loads",
+        "runtime.tiers.exchange.Warming",
+        "runtime.schedule.scheduler.Scheduler.use",
+    ],
+)
+@pytest.mark.parametrize("error", [OSError("the disk has gone"), KeyboardInterrupt()])
+def test_a_start_that_fails_leaves_nothing_open(llama, tmp_path, monkeypatch, where, error):
+    """Neither folders that are held, nor stores, nor threads."""
+    before = set(threading.enumerate())
+    closed = []
+    monkeypatch.setattr(HostStore, "close", lambda self: closed.append(self))
+
+    def fails(*given, **named):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"coppice.{where}", fails)
+        with pytest.raises(type(error)):
+            engine(llama, tmp_path, host_cache="1MiB")
+    left = {each.name for each in set(threading.enumerate()) - before}
+    assert closed and not [name for name in left if name.startswith("coppice-")]
+    engine(llama, tmp_path).close()
 
 
 def test_more_main_memory_than_there_is_is_refused(llama):

@@ -30,7 +30,10 @@ class NoMatrices:
 
 def install(engine: Engine, adapter: Adapter) -> None:
     """Makes an adapter known to an engine, in place of another of its name."""
-    engine.adapters.named._named[adapter.asked.lora_name] = adapter
+    named = engine.adapters.named
+    named._named[adapter.asked.lora_name] = adapter
+    if adapter.mark is not None:
+        named.marks[adapter.mark] = adapter.identity.encode()
 
 
 class FakeAdapters:

@@ -157,6 +157,7 @@ def add_tiers(
         vocabulary=engine.model_config.vocab_size,
     )
     tiers._writer.share = 1.0
+    tiers.marks = engine.adapters.named.marks
     threads = HandThreads(rng)
     if hand:
         for pools in (tiers.loads.finding.threads, tiers.loads.reading):

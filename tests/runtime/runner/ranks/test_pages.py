@@ -14,7 +14,7 @@ from simulated_streams import SimulatedStreams
 
 from coppice.kernels.attention.interface import LayerCache
 from coppice.kernels.cpu.ranks.errors import RanksEnded
-from coppice.kernels.pages.transfers import DeviceTransfers, PageTransfers, StagedRows
+from coppice.kernels.pages.transfers import Copied, DeviceTransfers, PageTransfers, StagedRows
 from coppice.runtime.runner.ranks.pages import DividedTransfers, PagesPart
 
 PAGES = 12
@@ -106,7 +106,7 @@ def test_what_goes_out_comes_back_to_the_same_ranks(devices: bool) -> None:
     for _ in range(150):
         pages = rng.sample(range(PAGES), rng.randint(1, 4))
         if rng.random() < 0.5:
-            rows, ready = first.out(pages)
+            [(rows, ready)] = first.out(pages)
             kept.append((pages, rows, ready, expected[pages].copy()))
         elif kept:
             _, rows, ready, right = kept.pop(rng.randrange(len(kept)))
@@ -129,7 +129,7 @@ def test_what_goes_out_comes_back_to_the_same_ranks(devices: bool) -> None:
 
 def test_who_waits_for_a_rank_that_has_ended_hears_why() -> None:
     ranks = Ranks(random.Random(2), 2, devices=False)
-    _, ready = ranks.first.out([3, 5])
+    [(_, ready)] = ranks.first.out([3, 5])
     assert ready is not None
     ranks.group.end("rank 1 of the model: it was killed")
     with pytest.raises(RanksEnded, match="it was killed"):
@@ -143,7 +143,7 @@ def test_a_part_that_a_device_can_not_copy_ends_the_group() -> None:
     def fails() -> None:
         raise OSError("the device is gone")
 
-    part._transfers.out = lambda pages, rows: (rows, fails)  # type: ignore[method-assign, assignment]
+    part._transfers.out = lambda pages, rows: [Copied(rows, fails)]  # type: ignore[method-assign, assignment]
     ranks.first.out([1])
     ranks.work()
     while (reason := ranks.groups[1].ended) is None:

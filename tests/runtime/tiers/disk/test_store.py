@@ -37,6 +37,21 @@ def files(folder: Path) -> int:
     return sum(path.stat().st_size for path in content(folder).glob("*.kv"))
 
 
+@pytest.mark.parametrize("error", [OSError("on purpose"), MemoryError(), KeyboardInterrupt()])
+def test_a_folder_that_could_not_be_opened_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*given: object) -> Index:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coppice.runtime.tiers.disk.store.open_index", fails)
+        with pytest.raises(TierFailed if isinstance(error, OSError) else type(error)):
+            DiskStore(tmp_path, CAPACITY, PAGE_BYTES)
+    assert owner(tmp_path) is None
+    DiskStore(tmp_path, CAPACITY, PAGE_BYTES).close()
+
+
 def test_it_never_keeps_more_than_its_capacity(store: DiskStore, tmp_path: Path) -> None:
     keys = numbered(300)
     for begin in range(0, 300, 7):

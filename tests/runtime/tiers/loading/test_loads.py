@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from array import array
 
 import numpy as np
@@ -16,8 +17,10 @@ from coppice.radix.mirror.leaving import Known
 from coppice.radix.mirror.names import chain
 from coppice.runtime.requests.request import Request, Sequence, Status
 from coppice.runtime.requests.sampling_params import SamplingParams
+from coppice.runtime.tiers.loading import loads
 from coppice.runtime.tiers.loading.loads import Loads
 from coppice.runtime.tiers.loading.rates import Rate
+from coppice.runtime.tiers.store import TierFailed
 from coppice.runtime.tiers.told import TierCounts, TiersTold
 
 SIZE, WIDTH = 4, 64
@@ -154,6 +157,97 @@ def test_a_tier_that_does_not_answer_is_given_up_and_not_what_another_one_said()
     assert made.loads.next(made.loads.of(mine), 40).ready == 16
 
 
+def test_of_those_who_wait_for_a_silent_tier_one_waits_and_the_others_go_on_with_it():
+    """The tier is left alone for a while, as one that fails, and asked again after that."""
+    first, second = MemoryStore(), MemoryStore(name="disk")
+    fill(second, TOKENS)
+    lines = [[number, *TOKENS] for number in range(3, 7)]
+    for tokens in lines:
+        fill(second, tokens)
+    made = Made(first, second)
+    mine = [sequence(tokens, number) for number, tokens in enumerate(lines)]
+    made.loads.begin(mine[0], 0)
+    made.now += 0.15
+    for each in mine[1:]:
+        made.loads.begin(each, 0)
+    made.now += 0.1
+    made.loads.poll()
+    assert made.slow() == [4, 0]
+    made.asking[1].work()
+    made.loads.poll()
+    assert not any(map(made.loads.waits, mine))
+    assert all(made.loads.of(each).flying for each in mine), "the next tier has it"
+    later = sequence(TOKENS, 9)
+    made.loads.begin(later, 0)
+    assert made.loads.of(later).asking == 1, "it is left alone"
+    made.asking[0].work()
+    assert made.loads.of(later).asking == 1, "what it says too late is not listened to"
+    made.loads.drop(later)
+    made.now += loads._REST_SECONDS
+    made.loads.begin(later, 0)
+    assert made.loads.of(later).asking == 0 and made.slow() == [4, 0]
+
+
+def test_a_tier_whose_thread_hangs_is_not_asked_before_it_has_come_back():
+    """However long ago it was: its thread could not ask."""
+    hanging, free = threading.Event(), threading.Event()
+
+    class Hanging(MemoryStore):
+        def find(self, keys):
+            hanging.set()
+            assert free.wait(30)
+            return super().find(keys)
+
+    store = Hanging()
+    fill(store, TOKENS)
+    made = Made(store)
+    thread = threading.Thread(target=made.asking[0].work, daemon=True)
+    mine = sequence(TOKENS)
+    made.loads.begin(mine, 0)
+    thread.start()
+    assert hanging.wait(30)
+    made.now += 1.0
+    made.loads.poll()
+    assert not made.loads.waits(mine) and made.slow() == [1]
+    made.now += 10 * loads._REST_SECONDS
+    other = sequence(TOKENS[1:], 1)
+    made.loads.begin(other, 0)
+    assert made.loads.of(other) is None
+    free.set()
+    thread.join()
+    made.loads.poll()
+    assert not made.loads.of(mine).flying, "what it says too late is not listened to"
+    made.loads.begin(other, 0)
+    assert made.loads.waits(other)
+
+
+@pytest.mark.parametrize("error", [TierFailed("on purpose"), KeyError("unforeseen")])
+def test_a_tier_that_fails_is_left_alone_whatever_it_raises(error):
+    """Those that wait for its answer go on to the next one with the load that has failed."""
+    first, second = MemoryStore(), MemoryStore(name="disk")
+    fill(second, TOKENS)
+    fill(second, TOKENS[1:])
+
+    def fails(keys):
+        raise error
+
+    first.find = fails
+    made = Made(first, second)
+    mine = [sequence(TOKENS), sequence(TOKENS[1:], 1)]
+    for each in mine:
+        made.loads.begin(each, 0)
+    made.asking[0].work(1)
+    made.loads.poll()
+    assert made.told.tiers["host"].failures == 1 and made.slow() == [0, 0]
+    assert all(future.cancelled() for future, *_ in made.asking[0].tasks)
+    made.asking[1].work()
+    made.loads.poll()
+    assert all(made.loads.of(each).flying for each in mine)
+    third = sequence(TOKENS[2:], 2)
+    made.loads.begin(third, 0)
+    assert made.loads.of(third).asking == 1, "it is left alone"
+
+
 def test_a_tier_that_brings_something_is_not_given_up_however_many_wait_for_it():
     store = MemoryStore()
     made = Made(store)
@@ -214,6 +308,65 @@ def test_the_middle_moves_with_what_is_measured():
     assert load.staged == 1 and store.loaded == 1
     made.loads.drop(mine)
     assert not made.loads._queued
+
+
+def test_what_the_tree_loses_while_a_sequence_waits_is_asked_for_again():
+    """Once more, and after that every few seconds; what is there already is not read twice."""
+    store = MemoryStore()
+    fill(store, TOKENS)
+    made, mine = Made(store), sequence(TOKENS)
+    made.loads.begin(mine, 22)
+    assert not made.loads.asks_again(mine, 6), "they are asked now"
+    made.answer()
+    [load] = made.loads.found()
+    made.reading[0].work(2)
+    made.loads.poll()
+    for cached in (22, 20, 30):
+        assert not made.loads.asks_again(mine, cached), "the tree has no page less"
+    assert made.loads.asks_again(mine, 6)
+    made.answer()
+    assert not made.loads.waits(mine)
+    assert made.loads.found() == [load] and load.begin + load.bonus == 40
+    assert made.told.found_tokens == 40 - 6
+    assert load.account.found == [(6, 40)]
+    assert not made.loads.asks_again(mine, 2), "it does not wait for ever"
+    made.reading[0].work()
+    made.loads.poll()
+    made.now += loads._AGAIN_SECONDS
+    assert made.loads.asks_again(mine, 2)
+    made.answer()
+    made.reading[0].work()
+    made.loads.poll()
+    assert made.loads.next(load, 40).ready == 40
+    assert store.loaded == 10 and made.told.found_tokens == 40 - 2
+    made.loads.took(load, made.loads.take(load, 40), 40)
+    assert made.told.tiers["host"].loaded_tokens == 40
+
+
+def test_what_several_have_lost_is_asked_for_once():
+    store, lines = MemoryStore(), [[*TOKENS[:24], number, *TOKENS] for number in (7, 8)]
+    for tokens in lines:
+        fill(store, tokens)
+    made = Made(store)
+    mine, other = (sequence(tokens, number) for number, tokens in enumerate(lines))
+    for each in (mine, other):
+        made.loads.begin(each, 24)
+        made.answer()
+    for each in (mine, other, other):
+        made.loads.begin(each, 0)
+        assert made.loads.asks_again(each, 0)
+    assert made.loads.of(mine).begin == 0 and made.loads.of(other).begin == 24
+    made.answer()
+    made.loads.begin(other, 0)
+    assert not made.loads.waits(other)
+    assert made.loads.asks_again(other, 0), "the other one has it read"
+    mine.status = Status.RUNNING
+    made.loads.begin(other, 24)
+    assert not made.loads.asks_again(other, 24) and not made.loads.waits(other)
+    made.loads.drop(mine)
+    assert made.loads.asks_again(other, 8) and made.loads.of(other).begin == 8
+    made.loads.drop(other)
+    assert not made.loads._coming and not made.loads._behind
 
 
 @pytest.mark.parametrize("priority", [0, -1])
@@ -307,16 +460,16 @@ def test_what_is_read_beforehand_is_bounded(running, monkeypatch):
         if running:
             each.status = Status.RUNNING
     made.answer()
-    loads = [made.loads.of(each) for each in mine]
-    held = sum(load.staged + load.flying for load in loads)
+    theirs = [made.loads.of(each) for each in mine]
+    held = sum(load.staged + load.flying for load in theirs)
     assert held == (6 + 4 * 2 if running else 6)
     made.reading[0].work()
     made.loads.poll()
-    assert sum(load.staged + load.flying for load in loads) == held
+    assert sum(load.staged + load.flying for load in theirs) == held
     for each in mine[:4]:
         made.loads.drop(each)
     made.loads.poll()
-    assert loads[4].staged + loads[4].flying >= 6, "there is room again"
+    assert theirs[4].staged + theirs[4].flying >= 6, "there is room again"
 
 
 def test_what_no_tier_has_is_not_known():
