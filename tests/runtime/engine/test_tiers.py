@@ -26,6 +26,7 @@ from coppice.runtime.requests.beam_search_params import BeamSearchParams
 from coppice.runtime.requests.sampling_params import SamplingParams
 from coppice.runtime.runner.forward import ModelRunner
 from coppice.runtime.schedule.queue import SCHEDULING_POLICIES
+from coppice.runtime.tiers import exchange
 from coppice.runtime.tiers.host import HostStore
 
 
@@ -497,15 +498,18 @@ def test_names_are_of_the_weights_that_were_loaded(llama):
     assert numbers_digest(moved, made.runner) == numbers_digest(made.config, made.runner)
 
 
-def test_a_copy_that_fails_inside_a_page_costs_no_token(llama, monkeypatch):
-    """What the tree had of that page stays where it was."""
+@pytest.mark.parametrize("there", [0, 100, 102])
+def test_pages_that_cannot_be_filled_are_computed_and_counted_so(llama, monkeypatch, there):
+    """What the tree had stays where it was: nothing, whole pages, or a part of a page."""
     prompt = prompts_of(16, (150,))[0]
     store = MemoryStore()
     made = with_store(llama, store)
     expected, _ = serve(made, [prompt])
     made.tiers.close(10)
     made = with_store(llama, store)
-    serve(made, [prompt[:102]], SamplingParams(max_tokens=1, temperature=0))
+    if there:
+        serve(made, [prompt[:there]], SamplingParams(max_tokens=1, temperature=0))
+    before, loaded = made.accounts.counts(), made.tiers.told.tiers["host"].loaded_tokens
     failed = []
 
     def fails(pages, runs):
@@ -514,9 +518,64 @@ def test_a_copy_that_fails_inside_a_page_costs_no_token(llama, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(made.tiers._transfers, "fill", fails)
-        assert serve(made, [prompt])[0] == expected
-    assert failed
-    assert serve(made, [prompt]) == (expected, [len(prompt) - 1])
+        assert serve(made, [prompt]) == (expected, [there])
+    assert len(failed) == 1, "it is not tried again"
+    counts = made.accounts.counts()
+    assert made.tiers.told.tiers["host"].loaded_tokens == loaded
+    assert counts.hit_tokens - before.hit_tokens == there
+    assert counts.not_loaded - before.not_loaded == len(prompt) - 1 - there
+    assert counts.prompt_tokens == counts.hit_tokens + sum(counts.causes.values())
+    assert serve(made, [prompt]) == (expected, [len(prompt) - 1]), "from the pool"
+    made.tiers.close(1)
+
+
+def test_pages_that_cannot_be_copied_to_memory_are_counted_and_kept_later(llama, monkeypatch):
+    """The steps that had them copied go on."""
+    prompts, store = prompts_of(20)[:2], MemoryStore()
+    made = with_store(llama, store)
+    failed = []
+
+    def fails(pages):
+        failed.extend(pages)
+        raise RuntimeError("no memory for a copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.tiers._transfers, "out", fails)
+        expected, _ = serve(made, prompts)
+        assert serve(made, prompts)[0] == expected
+        written(made)
+        assert failed and made.tiers.told.unwritten_pages == len(failed)
+    assert not store.pages and made.tiers.told.tiers["host"].failures == 0
+    made.tiers.close(10)
+    made = with_store(llama, store)
+    assert serve(made, prompts) == (expected, [len(prompt) - 1 for prompt in prompts])
+    made.tiers.close(1)
+
+
+def test_no_time_copies_more_pages_than_its_bound(llama, monkeypatch):
+    """Between two steps of a request, and after the last one, when another request may come."""
+    prompts, store = prompts_of(22), MemoryStore()
+    made = with_store(llama, store, kv_cache_tokens=1024)
+    page_bytes = made.tiers._page_bytes
+    monkeypatch.setattr(exchange, "_BESIDE_STEP", page_bytes)
+    monkeypatch.setattr(exchange, "_IDLE", 3 * page_bytes + page_bytes // 2)
+    copied, out, beside = {False: [], True: []}, made.tiers._transfers.out, made.tiers.beside
+
+    def counted(*, idle):
+        before = len(pages)
+        beside(idle=idle)
+        copied[idle].append(len(pages) - before)
+
+    pages = []
+    made.tiers._transfers.out = lambda these: pages.extend(these) or out(these)
+    made.tiers.beside = counted
+    for _ in range(2):
+        serve(made, prompts)
+    while made.tiers._again:
+        made.between()
+    assert max(copied[False]) == 1 and max(copied[True]) == 3
+    written(made)
+    assert len(store.pages) == len(pages) > 20
     made.tiers.close(1)
 
 
