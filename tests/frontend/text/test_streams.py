@@ -1,4 +1,4 @@
-"""What running requests have generated, while one thread begins them anew and another drops them."""
+"""What requests have generated, while one thread begins them anew and another drops them."""
 
 from __future__ import annotations
 
