@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
 from coppice.frontend.api.cached import cached_details, summed
-from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
+from coppice.frontend.http.json_answers import CHARACTERS, in_parts
+from coppice.frontend.text.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+
+_VALUES_OF_CHOICE = 16  # beside its text and logprobs
+_VALUES_OF_LOGPROB = 6  # its token, text, number and bytes
 
 
 class Answers(ABC):
@@ -53,9 +57,22 @@ class Answers(ABC):
     def failure(self, message: str, kind: str) -> Iterable[dict[str, Any]]:
         """The events for an error after the stream has begun; `kind` as the OpenAI API names it."""
 
-    def encoded(self, event: dict[str, Any]) -> bytes:
-        """The bytes of an event, as a server-sent event."""
-        return b"data: %b\n\n" % to_json(event)
+    def values(self, outputs: Sequence[RequestOutput]) -> int:
+        """About how many JSON values `whole` has, and at most: it decides where that is made."""
+        return sum(map(values_of, outputs))
+
+    def delta_values(self, delta: TextDelta) -> int:
+        """About how many JSON values the events for a delta have, likewise."""
+        values = _VALUES_OF_LOGPROB * sum(map(len, delta.logprobs)) if delta.logprobs else 0
+        return values + values_of_places(delta.prompt_logprobs)
+
+    def ending_values(self, outputs: Sequence[RequestOutput]) -> int:
+        """About how many JSON values the events of `ending` have, likewise."""
+        return 0
+
+    def encoded(self, event: dict[str, Any], *, large: bool = False) -> bytes:
+        """The bytes of an event, as a server-sent event; a `large` one is encoded in parts."""
+        return b"data: %b\n\n" % (in_parts if large else to_json)(event)
 
 
 class Counts(NamedTuple):
@@ -95,6 +112,25 @@ def counts(outputs: Sequence[RequestOutput]) -> Counts:
         sum(map(generated, outputs)),
         summed(output.cached_by_tier for output in outputs),
     )
+
+
+def values_of(output: RequestOutput) -> int:
+    """About how many JSON values texts and logprobs of a result are, and at most."""
+    values = 0
+    for made in output.outputs:
+        values += _VALUES_OF_CHOICE + len(made.text) // CHARACTERS
+        if made.logprobs:
+            values += _VALUES_OF_LOGPROB * sum(map(len, made.logprobs))
+    if output.prompt_logprobs is not None:  # each choice may repeat them, as an echo and apart
+        values += 2 * len(output.outputs) * values_of_places(output.prompt_logprobs)
+    return values
+
+
+def values_of_places(places: Sequence[Mapping[int, Logprob] | None] | None) -> int:
+    """About how many JSON values the logprobs of a prompt are, and at most."""
+    if places is None:
+        return 0
+    return _VALUES_OF_LOGPROB * sum(len(place) for place in places if place is not None)
 
 
 def generated(output: RequestOutput) -> int:

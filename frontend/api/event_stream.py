@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,12 +15,14 @@ from coppice.frontend.api.answers import Answers, counts
 from coppice.frontend.client.deltas import Deltas
 from coppice.frontend.errors import RequestFailed
 from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.json_answers import LARGE_VALUES, JsonAnswers
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.text.outputs import RequestOutput, TextDelta
 
 log = logging.getLogger(__name__)
 
 STALLED_SECONDS = 120.0  # that a client may leave a full buffer unread
+_AT_ONCE = 2**18  # bytes of events that are encoded before others may run
 
 
 class EventStream:
@@ -30,6 +33,7 @@ class EventStream:
         answers: writes the events, as the client's API has them.
         deltas: the text that the engine generates for this request.
         too_late: makes the error for a request that has run out of time.
+        apart: makes and encodes large events outside the event loop.
     """
 
     def __init__(
@@ -38,11 +42,13 @@ class EventStream:
         answers: Answers,
         deltas: Deltas,
         too_late: Callable[[], TimeoutError],
+        apart: JsonAnswers,
     ) -> None:
         self._request = request
         self._answers = answers
         self._deltas = deltas
         self._too_late = too_late
+        self._apart = apart
         self._outputs: list[RequestOutput] = []
         self._unsent: list[bytes] = []
         self._frames: dict[tuple[int, int], tuple[bytes, bytes] | None] = {}
@@ -59,15 +65,26 @@ class EventStream:
         note = self._request[NOTE]
         try:
             async with asyncio.timeout_at(deadline):
-                self._add(self._answers.opening())
+                await self._add_opening()
                 await self._send()
                 async for place, delta in self._deltas:
-                    self._add_delta(place, delta)
+                    if delta.output is not None:
+                        self._outputs.append(delta.output)
+                    if not self._add_framed(place, delta):
+                        events = partial(self._answers.delta, place, delta)
+                        if self._answers.delta_values(delta) < LARGE_VALUES:
+                            self._add(events())
+                        else:
+                            await self._add_large(events)
                     if not self._deltas.ready:
                         await self._send()
                 await self._answers.finish()
             note.fields |= counts(self._outputs).for_log()
-            self._add(self._answers.ending(self._outputs))
+            events = partial(self._answers.ending, self._outputs)
+            if self._answers.ending_values(self._outputs) < LARGE_VALUES:
+                self._add(events())
+            else:
+                await self._add_large(events)
         except ConnectionError:
             raise
         except Exception as error:  # the status line is sent: only the stream can carry the error
@@ -84,17 +101,34 @@ class EventStream:
         await self._send(last=True)
         return self._response
 
-    def _add_delta(self, place: int, delta: TextDelta) -> None:
-        if delta.output is not None:
-            self._outputs.append(delta.output)
-        if delta.is_plain and (frame := self._frame(place, delta.index)):
-            if delta.text:
-                self._unsent.append(to_json(delta.text).join(frame))
-        else:
-            self._add(self._answers.delta(place, delta))
+    async def _add_opening(self) -> None:
+        """Adds the events before any text: with an echo, each of many may have all of a prompt."""
+        added = 0
+        for event in self._answers.opening():
+            self._unsent.append(self._answers.encoded(event))
+            added += len(self._unsent[-1])
+            if added >= _AT_ONCE:
+                added = 0
+                await asyncio.sleep(0)
+
+    def _add_framed(self, place: int, delta: TextDelta) -> bool:
+        """Adds the event of a delta that is nothing but text; False if it needs a new event."""
+        if not delta.is_plain or not (frame := self._frame(place, delta.index)):
+            return False
+        if delta.text:
+            self._unsent.append(to_json(delta.text).join(frame))
+        return True
 
     def _add(self, events: Iterable[dict[str, Any]]) -> None:
         self._unsent += map(self._answers.encoded, events)
+
+    async def _add_large(self, make: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Adds events that are made and encoded outside the event loop."""
+
+        def encoded() -> list[bytes]:
+            return [self._answers.encoded(event, large=True) for event in make()]
+
+        self._unsent += await self._apart.run(encoded)
 
     def _frame(self, place: int, choice: int) -> tuple[bytes, bytes] | None:
         """The bytes before and after the text in a choice's events; None if they may differ.

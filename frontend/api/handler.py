@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from aiohttp import web
 
@@ -29,6 +29,7 @@ from coppice.frontend.chat.dialect import Dialect
 from coppice.frontend.client.deltas import Deltas
 from coppice.frontend.client.engine import EngineClient, packed_ids
 from coppice.frontend.errors import BadRequest, bad_value
+from coppice.frontend.http.json_answers import JsonAnswers
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.http.options import ServerOptions
@@ -46,6 +47,9 @@ class Parse(Protocol):
 
     def __call__(self, body: Any, defaults: GenerationDefaults) -> TextRequest: ...
 
+
+IsLong: TypeAlias = Callable[[Any], bool]
+"""Whether parsing a body takes long, though it is small."""
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +80,14 @@ class TextHandler:
         engine: a started engine.
         model: whose name requests must ask for.
         bodies: reads the requests.
+        writer: writes the answers.
         threads: run the tokenizer.
         options: of the server.
         check_open: raises EngineStopped once the server takes no more requests.
 
     Attributes:
         model: as given.
+        writer: as given.
         kept: prefixes that clients ask to keep in the cache.
         texts: of the tokenizer's tokens.
         dialect: how the model writes reasoning and tool calls.
@@ -92,11 +98,13 @@ class TextHandler:
         engine: EngineClient,
         model: ServedModel,
         bodies: JsonBodies,
+        writer: JsonAnswers,
         threads: TokenizerThreads,
         options: ServerOptions,
         check_open: Callable[[], None],
     ) -> None:
         self.model = model
+        self.writer = writer
         self.texts = engine.texts.token_texts
         self.dialect = Dialect.of(
             engine.tokenizer,
@@ -116,13 +124,17 @@ class TextHandler:
         """Whether the tokens of prompts that are computed stay in the cache."""
         return self._engine.caching
 
-    async def submit(self, request: web.Request, parse: Parse) -> Submitted:
+    async def submit(
+        self, request: web.Request, parse: Parse, is_long: IsLong | None = None
+    ) -> Submitted:
         """Brings a request from the client's bytes to the engine's queue.
+
+        `is_long`, if given, says of a body whether parsing it takes long, though it is small.
 
         Raises BadRequest, EngineStopped, or TimeoutError if that takes longer than is allowed.
         """
         self._check_open()
-        body, asked = await self._read(request, parse)
+        body, asked = await self._read(request, parse, is_long)
         note = request[NOTE]
         note.fields["stream"] = asked.stream
         if self._options.log_prompts:
@@ -146,9 +158,9 @@ class TextHandler:
             raise BadRequest(str(error), status=429, kind="rate_limit_error") from error
         return Submitted(asked, prepared, deltas, deadline, adapter)
 
-    async def count(self, request: web.Request, parse: Parse) -> int:
+    async def count(self, request: web.Request, parse: Parse, is_long: IsLong | None = None) -> int:
         """The tokens of the prompt of a request that is not run. Raises BadRequest."""
-        body, asked = await self._read(request, parse)
+        body, asked = await self._read(request, parse, is_long)
         try:
             prepared = await self._prepare(asked, request)
         except ValueError as error:
@@ -205,7 +217,9 @@ class TextHandler:
             except TimeoutError:
                 raise self._too_late() from None
             if submitted.asked.stream:
-                return await EventStream(request, answers, deltas, self._too_late).run(deadline)
+                return await EventStream(request, answers, deltas, self._too_late, self.writer).run(
+                    deadline
+                )
             try:
                 async with asyncio.timeout_at(deadline):
                     outputs = await deltas.outputs()
@@ -215,12 +229,14 @@ class TextHandler:
         if submitted.asked.nothing_new:
             outputs = [without_text(output) for output in outputs]
         request[NOTE].fields |= counts(outputs).for_log()
-        return web.json_response(answers.whole(outputs))
+        return await self.writer.write(partial(answers.whole, outputs), answers.values(outputs))
 
-    async def _read(self, request: web.Request, parse: Parse) -> tuple[Any, TextRequest]:
+    async def _read(
+        self, request: web.Request, parse: Parse, is_long: IsLong | None = None
+    ) -> tuple[Any, TextRequest]:
         """The body, and the request in it. Raises BadRequest."""
         check = partial(parse, defaults=self._engine.defaults)
-        body, asked = await self._bodies.read(request, check)
+        body, asked = await self._bodies.read(request, check, is_long)
         self.model.check(asked.model)
         return body, asked
 

@@ -42,6 +42,7 @@ class TextRequest:
     include_reasoning: bool = True  # whether the answer has what the model thought before it
     thinking_binds: bool = True  # whether a budget of reasoning that can't be held is refused
     breakpoints: tuple[Breakpoint, ...] = ()  # ends of prefixes of `messages` that are to be kept
+    remembered_bytes: int = 0  # of earlier messages that the body names and the server has
     shortens: bool = False  # whether the oldest messages may be left out if there are too many
 
     @property

@@ -43,19 +43,26 @@ class JsonBodies:
         self._thread = ThreadPoolExecutor(1, "coppice-bodies")
 
     async def read(
-        self, request: web.Request, check: Callable[[Any], Checked]
+        self,
+        request: web.Request,
+        check: Callable[[Any], Checked],
+        is_long: Callable[[Any], bool] | None = None,
     ) -> tuple[Any, Checked]:
         """The body, and what `check` returns for it; in another thread if the body is large.
+
+        `is_long`, if given, says of the value of a small one whether checking it takes long.
 
         Raises BadRequest if it is not JSON, has too many values or does not arrive in time, and
         what `check` raises.
         """
         raw = await self._arrived(request)
+        loop = asyncio.get_running_loop()
         if len(raw) < LARGE_BYTES:
             body = _parsed(_small, raw)
-            return body, check(body)
+            if is_long is None or not is_long(body):
+                return body, check(body)
+            return body, await loop.run_in_executor(self._thread, check, body)
         most = max(MOST_VALUES, 2 * self._longest())
-        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _large, raw, check, most)
 
     async def _arrived(self, request: web.Request) -> bytes:

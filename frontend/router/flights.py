@@ -105,8 +105,14 @@ class Flights:
         self._send(flight)
 
     def again(self, name: str) -> None:
-        """Runs a request again of which the client was told that it is lost."""
-        flight = self._lost.pop(name)
+        """Runs a request again of which the client was told that it is lost.
+
+        Nothing happens if it was aborted since: one thread of the client may do that while another
+        one, which has just read of the loss, asks for this.
+        """
+        flight = self._lost.pop(name, None)
+        if flight is None:
+            return
         self._flights[flight.name] = flight
         flight.begin()
         flight.moved = True

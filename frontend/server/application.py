@@ -19,6 +19,7 @@ from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.http.access import Access
 from coppice.frontend.http.connections import Connections
 from coppice.frontend.http.health import Health
+from coppice.frontend.http.json_answers import JsonAnswers
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.lora_modules import all_modules
 from coppice.frontend.http.middleware import NOTE, cors_headers, middlewares
@@ -60,6 +61,7 @@ class Server:
         self._health = Health(engine)
         self.connections = Connections(self._options.header_timeout)
         self._bodies = JsonBodies(lambda: engine.max_model_len, self._options.body_timeout)
+        self._writer = JsonAnswers()
         self._threads = TokenizerThreads()
         served = ServedModel(self._options.served_model_name or (model,), model)
         tokenizer = engine.tokenizer
@@ -76,14 +78,23 @@ class Server:
         )
         memory = ResponseMemory(self._options.response_memory, self._options.response_ttl)
         handler = TextHandler(
-            engine, served, self._bodies, self._threads, self._options, self._health.check
+            engine,
+            served,
+            self._bodies,
+            self._writer,
+            self._threads,
+            self._options,
+            self._health.check,
         )
         self._adapters = AdapterRoutes(served, engine, self._bodies)
-        tokenize = TokenizeRoutes(engine, served, self._bodies, self._threads, handler.dialect)
+        tokenize = TokenizeRoutes(
+            engine, served, self._bodies, self._writer, self._threads, handler.dialect
+        )
         pooling = PoolingRoutes(
             engine,
             served,
             self._bodies,
+            self._writer,
             self._threads,
             self._options.request_timeout,
             self._health.check,
@@ -139,4 +150,5 @@ class Server:
 
     async def _close(self, app: web.Application) -> None:
         self._bodies.close()
+        self._writer.close()
         self._threads.close()

@@ -66,8 +66,17 @@ class Texts:
         Unless it is wanted `in_pieces`, there is one delta at its end, with the `output`.
         """
         ids = tuple(prompt_token_ids)
-        decoder = self._decoder(ids, params)
-        continuations = [
+        continuations = self._continuations(ids, params)
+        self._running[request_id] = _Running(
+            request_id, prompt, ids, params, continuations, in_pieces, not params.stop_strings
+        )
+
+    def _continuations(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> list[Continuation]:
+        """All continuations of a request, none of which has begun."""
+        decoder = self._decoder(prompt_token_ids, params)
+        return [
             Continuation(
                 index,
                 params,
@@ -76,9 +85,6 @@ class Texts:
             )
             for index in range(params.num_sequences)
         ]
-        self._running[request_id] = _Running(
-            request_id, prompt, ids, params, continuations, in_pieces, not params.stop_strings
-        )
 
     def _decoder(
         self, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -91,13 +97,18 @@ class Texts:
         )
 
     def again(self, request_id: str) -> bool:
-        """Begins a request anew, if nobody has seen a piece of it; else returns False."""
+        """Begins a request anew, if nobody has seen a piece of it; else returns False.
+
+        Also False if it is dropped meanwhile.
+        """
         running = self._running.get(request_id)
         if running is None or running.in_pieces:
             return False
-        prompt, ids, params = running.prompt, running.prompt_token_ids, running.params
-        self.add(request_id, prompt, ids, params, in_pieces=False)
-        return True
+        # In place: an entry that was added here could be one that another thread has just dropped,
+        # and nobody would drop it again.
+        running.continuations = self._continuations(running.prompt_token_ids, running.params)
+        running.prompt_logprobs = None
+        return request_id in self._running
 
     def drop(self, request_id: str) -> bool:
         """Forgets a request; False if it is unknown or has ended."""

@@ -19,6 +19,7 @@ from coppice.frontend.chat.pieces import (
     TextPiece,
 )
 from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.json_answers import in_parts
 from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
 
 Json = dict[str, Any]
@@ -108,8 +109,9 @@ class MessageAnswers(Answers):
     def failure(self, message: str, kind: str) -> list[Json]:
         return [error_event(message, _STATUS.get(kind, 500))]
 
-    def encoded(self, event: Json) -> bytes:
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
+    def encoded(self, event: Json, *, large: bool = False) -> bytes:
+        data = (in_parts if large else to_json)(event)
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
 
     def _pieces(self, text: str, *, last: bool) -> Sequence[Piece]:
         if self._reader is None:

@@ -28,6 +28,7 @@ from coppice.frontend.chat.dialect import Reading
 from coppice.frontend.chat.pieces import CallBegins, Piece, Reader, ReasoningPiece, TextPiece
 from coppice.frontend.errors import error_body
 from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.json_answers import CHARACTERS
 from coppice.frontend.text.outputs import CompletionOutput, RequestOutput, TextDelta
 from coppice.frontend.text.tokens import TokenTexts
 
@@ -72,6 +73,17 @@ class Completion(Answers):
             for number, each in enumerate(output.outputs)
         ]
         return self._object(self.object_whole, choices) | {"usage": usage(outputs, self._reading)}
+
+    def values(self, outputs: Sequence[RequestOutput]) -> int:
+        values = super().values(outputs)
+        if self._echoes:
+            texts = sum(len(echo.text) // CHARACTERS for echo in self._echoes)
+            values += self._params.n * texts
+        if self._asked.return_token_ids:
+            for output in outputs:
+                values += len(output.outputs) * len(output.prompt_token_ids)
+                values += sum(len(made.token_ids) for made in output.outputs)
+        return values
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(self._choices):

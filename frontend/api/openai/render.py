@@ -17,6 +17,7 @@ from coppice.frontend.api.openai.requests import (
 )
 from coppice.frontend.api.openai.schemas import Usage
 from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.json_answers import CHARACTERS
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.http.routes import Route, json_answer
 from coppice.frontend.strict import Body
@@ -104,19 +105,19 @@ class RenderRoutes:
         texts = await handler.texts_of(rendered.prepared)
         guest = request[NOTE].guest
         all_causes = guest is not None and guest.admin
-        prompts = [
-            _prompt(index, rendered, text, peek, all_causes)
-            for index, (text, peek) in enumerate(zip(texts, rendered.peeks, strict=True))
-        ]
         total = sum(peek.prompt_tokens for peek in rendered.peeks)
         cached = sum(peek.cached_tokens for peek in rendered.peeks)
-        return web.json_response(
-            {
+
+        def answer() -> dict[str, Any]:
+            return {
                 "id": f"render-{fresh_id()}",
                 "object": "render",
                 "created": int(time.time()),
                 "model": handler.model.as_asked(rendered.asked.model),
-                "prompts": prompts,
+                "prompts": [
+                    _prompt(index, rendered, text, peek, all_causes)
+                    for index, (text, peek) in enumerate(zip(texts, rendered.peeks, strict=True))
+                ],
                 "usage": {
                     "prompt_tokens": total,
                     "completion_tokens": 0,
@@ -124,7 +125,12 @@ class RenderRoutes:
                     "prompt_tokens_details": {"cached_tokens": cached},
                 },
             }
-        )
+
+        values = total + sum(_VALUES_OF_PROMPT + len(text) // CHARACTERS for text in texts)
+        return await handler.writer.write(answer, values)
+
+
+_VALUES_OF_PROMPT = 32  # beside its text and tokens
 
 
 def _prompt(

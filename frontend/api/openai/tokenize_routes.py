@@ -16,6 +16,7 @@ from coppice.frontend.chat.messages import MessageBody
 from coppice.frontend.chat.tools.choice import Tool
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import BadRequest, bad_value
+from coppice.frontend.http.json_answers import CHARACTERS, JsonAnswers
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.routes import Route, json_answer
 from coppice.frontend.strict import Body, read
@@ -47,6 +48,7 @@ class TokenizeRoutes:
         engine: whose tokenizer it is.
         model: whose name requests may give.
         bodies: reads the requests.
+        writer: writes the answers.
         threads: run the tokenizer.
         dialect: how the model writes.
     """
@@ -56,12 +58,14 @@ class TokenizeRoutes:
         engine: EngineClient,
         model: ServedModel,
         bodies: JsonBodies,
+        writer: JsonAnswers,
         threads: TokenizerThreads,
         dialect: Dialect,
     ) -> None:
         self._engine = engine
         self._model = model
         self._bodies = bodies
+        self._writer = writer
         self._threads = threads
         self._dialect = dialect
 
@@ -110,7 +114,7 @@ class TokenizeRoutes:
         except ValueError as error:
             raise bad_value(error, body) from error
         answer = {"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids}
-        return web.json_response(answer | {"token_strs": texts})
+        return await self._writer.write(lambda: answer | {"token_strs": texts}, 2 * len(ids))
 
     def _ids(self, asked: TokenizeBody, body: dict[str, Any]) -> list[int]:
         tokenizer = self._engine.tokenizer
@@ -138,4 +142,4 @@ class TokenizeRoutes:
             return tokenizer.decode(asked.tokens, skip_special_tokens=False)
 
         text = await self._threads.run(work, long=True)
-        return web.json_response({"prompt": text})
+        return await self._writer.write(lambda: {"prompt": text}, len(text) // CHARACTERS)

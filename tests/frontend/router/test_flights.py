@@ -127,6 +127,23 @@ def test_what_a_client_ends_of_lost_outputs_does_not_end_the_next_attempt() -> N
     assert not len(flights)
 
 
+def test_what_a_client_has_aborted_does_not_run_again() -> None:
+    """The client's event loop aborts it before its reader asks for another attempt."""
+    place = Place("a", "b")
+    flights = place.flights
+    flights.add(1, "add_request", ("r", PROMPT, TWO), {})
+    ((replica, flight),) = place.calls.drop(lambda *_: True)
+    flights.take_verdict(flight, replica, False, None)  # type: ignore[arg-type]
+    assert flights.take_rows(replica, [row(0, None)])
+    place.leave(replica)
+    flights.abort("r")
+    flights.again("r")
+    assert not len(flights)
+    (other,) = place.members.by_name.values()
+    assert not other.sent
+    assert not other.flights
+
+
 def test_a_request_is_tried_at_every_replica_though_numbers_are_used_again() -> None:
     place = Place("a", "b", "c")
     place.flights.add(1, "add_request", ("r", PROMPT, TWO), {})

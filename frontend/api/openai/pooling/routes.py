@@ -27,6 +27,7 @@ from coppice.frontend.api.served_model import ServedModel
 from coppice.frontend.client.engine import EngineClient
 from coppice.frontend.errors import BadRequest, bad_value
 from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.json_answers import CHARACTERS, JsonAnswers
 from coppice.frontend.http.json_bodies import JsonBodies
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.http.routes import Route, json_answer
@@ -40,6 +41,9 @@ from coppice.runtime.requests.request import PromptTooLong, QueueFull, StepOutpu
 Asked = TypeVar("Asked", bound=PoolingBody)
 Prompts = list[list[int]]
 
+_VALUES_OF_ITEM = 8  # of an answer's list, beside its numbers
+_NUMBERS_OF_BASE64 = 32  # that take as long as one that is written as decimals
+
 
 class PoolingRoutes:
     """The routes, over the engine of one model, which is made for some of them or for none.
@@ -48,6 +52,7 @@ class PoolingRoutes:
         engine: a started engine.
         model: whose names requests may give.
         bodies: reads the requests.
+        writer: writes the answers.
         threads: run the tokenizer.
         timeout: seconds that a request may take; None: any time.
         check_open: raises EngineStopped once the server takes no more requests.
@@ -58,6 +63,7 @@ class PoolingRoutes:
         engine: EngineClient,
         model: ServedModel,
         bodies: JsonBodies,
+        writer: JsonAnswers,
         threads: TokenizerThreads,
         timeout: float | None,
         check_open: Callable[[], None],
@@ -65,6 +71,7 @@ class PoolingRoutes:
         self._engine = engine
         self._model = model
         self._bodies = bodies
+        self._writer = writer
         self._threads = threads
         self._timeout = timeout
         self._check_open = check_open
@@ -115,13 +122,18 @@ class PoolingRoutes:
 
         outputs = await self._run(request, body, asked, params, prompts, "input")
         encode: Callable[[StepOutput], Any] = _numbers
+        values = _values(outputs)
         if asked.encoding_format == "base64":
-            encode = _base64
-        data = [
-            {"index": index, "object": "embedding", "embedding": encode(output)}
-            for index, output in enumerate(outputs)
-        ]
-        return web.json_response(self._list("embd", asked, data, outputs))
+            encode, values = _base64, values // _NUMBERS_OF_BASE64
+
+        def answer() -> Json:
+            data = [
+                {"index": index, "object": "embedding", "embedding": encode(output)}
+                for index, output in enumerate(outputs)
+            ]
+            return self._list("embd", asked, data, outputs)
+
+        return await self._writer.write(answer, values)
 
     async def _score(self, request: web.Request) -> web.Response:
         body, asked = await self._read(request, ScoreBody)
@@ -138,32 +150,41 @@ class PoolingRoutes:
         except ValueError as error:
             raise bad_value(error, body) from error
         use = asked.use_activation
-        scores, outputs = await self._scores(request, body, asked, asked_pairs, names[1], use)
-        data = [
-            {"index": index, "object": "score", "score": score}
-            for index, score in enumerate(scores)
-        ]
-        return web.json_response(self._list("score", asked, data, outputs))
+        scored, outputs = await self._scores(request, body, asked, asked_pairs, names[1], use)
+
+        def answer() -> Json:
+            data = [
+                {"index": index, "object": "score", "score": score}
+                for index, score in enumerate(scored())
+            ]
+            return self._list("score", asked, data, outputs)
+
+        return await self._writer.write(answer, _values(outputs, asked_pairs))
 
     async def _rerank(self, request: web.Request) -> web.Response:
         body, asked = await self._read(request, RerankBody)
         found = [(asked.query, document) for document in asked.documents]
         use = asked.use_activation
-        scores, outputs = await self._scores(request, body, asked, found, "documents", use)
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        results: list[Json] = [
-            {"index": index, "relevance_score": scores[index]}
-            | ({"document": {"text": asked.documents[index]}} if asked.return_documents else {})
-            for index in order[: asked.top_n or None]
-        ]
-        return web.json_response(
-            {
+        scored, outputs = await self._scores(request, body, asked, found, "documents", use)
+
+        def answer() -> Json:
+            scores = scored()
+            order = sorted(range(len(scores)), key=lambda index: -scores[index])
+            results: list[Json] = [
+                {"index": index, "relevance_score": scores[index]}
+                | ({"document": {"text": asked.documents[index]}} if asked.return_documents else {})
+                for index in order[: asked.top_n or None]
+            ]
+            return {
                 "id": f"rerank-{fresh_id()}",
                 "model": self._model.as_asked(asked.model),
                 "results": results,
                 "usage": _usage(outputs),
             }
-        )
+
+        values = _values(outputs, found)
+        values += sum(len(document) // CHARACTERS for document in asked.documents)
+        return await self._writer.write(answer, values)
 
     async def _scores(
         self,
@@ -173,8 +194,11 @@ class PoolingRoutes:
         found: Sequence[tuple[str, str]],
         field: str,
         use_activation: bool | None,
-    ) -> tuple[list[float], list[StepOutput]]:
-        """The score of each pair; by the cosine of its vectors if the model makes only these."""
+    ) -> tuple[Callable[[], list[float]], list[StepOutput]]:
+        """What returns the score of each pair, and the outputs that it is made of.
+
+        A score is the cosine of a pair's vectors if the model makes only these.
+        """
         most, recipe = self._most(asked), self._engine.recipe.score
         if isinstance(recipe, ScoreRecipe):
             if recipe.labels != 1:
@@ -189,7 +213,7 @@ class PoolingRoutes:
 
             params = PoolingParams("score", use_activation=use_activation)
             outputs = await self._run(request, body, asked, params, written, field)
-            return [_numbers(output)[0] for output in outputs], outputs
+            return lambda: [_numbers(output)[0] for output in outputs], outputs
         if isinstance(self._engine.recipe.embed, str):
             self._check(PoolingParams("score"), field, body)
         texts = list(dict.fromkeys(text for pair in found for text in pair))
@@ -198,8 +222,12 @@ class PoolingRoutes:
             return [self._text(text, most) for text in texts]
 
         outputs = await self._run(request, body, asked, PoolingParams(), each, field)
-        vectors = dict(zip(texts, map(_numbers, outputs), strict=True))
-        return [cosine(vectors[a], vectors[b]) for a, b in found], outputs
+
+        def cosines() -> list[float]:
+            vectors = dict(zip(texts, map(_numbers, outputs), strict=True))
+            return [cosine(vectors[a], vectors[b]) for a, b in found]
+
+        return cosines, outputs
 
     async def _read(self, request: web.Request, model: type[Asked]) -> tuple[Json, Asked]:
         self._check_open()
@@ -275,9 +303,20 @@ class PoolingRoutes:
         }
 
 
+def _values(outputs: Sequence[StepOutput], found: Sequence[tuple[str, str]] = ()) -> int:
+    """About how many JSON values all numbers of the outputs are, and at most.
+
+    With the pairs that were `found`, what their cosines cost, too: each reads two vectors.
+    """
+    sizes = [output.pooled.size for output in outputs if output.pooled is not None]
+    of_items = _VALUES_OF_ITEM * (len(outputs) + len(found))
+    return sum(sizes) + len(found) * max(sizes, default=0) + of_items
+
+
 def _numbers(output: StepOutput) -> list[float]:
     assert output.pooled is not None
-    return [float(number) for number in output.pooled]
+    numbers: list[float] = output.pooled.tolist()
+    return numbers
 
 
 def _base64(output: StepOutput) -> str:

@@ -16,10 +16,14 @@ from coppice.frontend.api.openai.responses.text_logprobs import TextLogprobs
 from coppice.frontend.api.prepare import Prepared
 from coppice.frontend.chat.pieces import Piece, TextPiece
 from coppice.frontend.http.ids import fresh_id
+from coppice.frontend.http.json_answers import CHARACTERS, in_parts
 from coppice.frontend.text.outputs import RequestOutput, TextDelta
 from coppice.frontend.text.tokens import TokenTexts
 
 Json = dict[str, Any]
+
+_REPEATS = 4  # events at the end of a stream that have the whole text and its logprobs
+_REPEATED = 16  # values of a text that ends within a stream that take as long as one that is made
 
 
 class ResponseAnswers(Answers):
@@ -34,8 +38,12 @@ class ResponseAnswers(Answers):
         keep: Callable[[Json], None],
         *,
         caching: bool = True,
+        body_bytes: int = 0,
     ) -> None:
-        """`keep` is given the response once it has ended; `caching`: whether there is a cache."""
+        """`keep` is given the response once it has ended, in any thread.
+
+        `caching`: whether there is a cache; `body_bytes`: of the client's body.
+        """
         self._asked = asked
         self._texts = texts
         self._reading = prepared.reading
@@ -48,6 +56,8 @@ class ResponseAnswers(Answers):
         self._caching = caching
         self._output = Output()
         self._numbers = 0
+        self._input_values = body_bytes // CHARACTERS
+        self._values = 0  # of all deltas so far
         self._top = prepared.params.logprobs
         self._response = _begun(model, asked, prepared)
 
@@ -79,8 +89,23 @@ class ResponseAnswers(Answers):
         }
         return self._numbered([{"type": "response.failed", "response": failed}])
 
-    def encoded(self, event: Json) -> bytes:
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
+    def values(self, outputs: Sequence[RequestOutput]) -> int:
+        # All of it is written once more to be remembered, and so is the input.
+        return 2 * super().values(outputs) + self._input_values
+
+    def delta_values(self, delta: TextDelta) -> int:
+        values = super().delta_values(delta)
+        self._values += values
+        # The text may end here, if others follow; then its logprobs are repeated. It is so seldom
+        # that a text need not be very long before each delta is looked at in another thread.
+        return values if self._finds is None else max(values, self._values // _REPEATED)
+
+    def ending_values(self, outputs: Sequence[RequestOutput]) -> int:
+        return _REPEATS * self.values(outputs)
+
+    def encoded(self, event: Json, *, large: bool = False) -> bytes:
+        data = (in_parts if large else to_json)(event)
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
 
     def _push(
         self, text: str, logprobs: Sequence[Place], offsets: Sequence[int], *, last: bool

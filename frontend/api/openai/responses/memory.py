@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic_core import from_json, to_json
+
+from coppice.frontend.http.json_answers import in_parts
 
 Json = dict[str, Any]
 
@@ -24,7 +26,10 @@ class Remembered:
     Attributes:
         body: the response as JSON.
         input: its own input items as JSON, without those of the response that it continues.
+        output: its output items as JSON, without their logprobs; None: as `body` has them. A
+            conversation goes on without logprobs, which may be a hundred times its text.
         before: the response that it continues.
+        whole: bytes of what is read to continue it.
         item_ids: of its input and output items.
         holders: 1 while it can be found by its id, and 1 for each response that continues it.
         used: when it was last asked for.
@@ -32,19 +37,31 @@ class Remembered:
 
     body: bytes
     input: bytes
+    output: bytes | None
     before: Remembered | None
     item_ids: tuple[str, ...]
     used: float
+    whole: int
     holders: int = 0
 
     @property
     def size(self) -> int:
         """Bytes that it counts for."""
-        return len(self.body) + len(self.input) + _OVERHEAD
+        return len(self.body) + len(self.input) + len(self.output or b"") + _OVERHEAD
+
+    def output_items(self) -> list[Json]:
+        """The items with which it answers, without logprobs."""
+        items: list[Json]
+        items = from_json(self.body)["output"] if self.output is None else from_json(self.output)
+        return items
+
+    def own_items(self) -> dict[str, Json]:
+        """The items of its own input and output, by id."""
+        return {item["id"]: item for item in (*from_json(self.input), *self.output_items())}
 
     def conversation(self) -> list[Json]:
         """All items up to the end of this response, those that it continues included."""
-        return [*self.input_items(), *from_json(self.body)["output"]]
+        return [*self.input_items(), *self.output_items()]
 
     def input_items(self) -> list[Json]:
         """The items that the response answers, also of those that it continues."""
@@ -57,7 +74,7 @@ class Remembered:
         for each in reversed(chain):
             items += from_json(each.input)
             if each is not self:
-                items += from_json(each.body)["output"]
+                items += each.output_items()
         return items
 
 
@@ -103,15 +120,11 @@ class ResponseMemory:
                 shelf.found.move_to_end(response_id)
             return found
 
-    def item(self, owner: str, item_id: str) -> Json | None:
-        """The item of that id, of any response that is kept."""
+    def holder(self, owner: str, item_id: str) -> Remembered | None:
+        """A response, of any that is kept, with an item of that id."""
         with self._lock:
             holders = self._shelf(owner).items.get(item_id)
-            if holders is None:
-                return None
-            found = holders[-1]
-        items = [*from_json(found.input), *from_json(found.body)["output"]]
-        return next(item for item in items if item["id"] == item_id)
+            return None if holders is None else holders[-1]
 
     def put(
         self,
@@ -125,7 +138,13 @@ class ResponseMemory:
         A response that takes more than all of the memory is not remembered.
         """
         ids = tuple(item["id"] for item in (*input_items, *response["output"]))
-        kept = Remembered(to_json(response), to_json(input_items), before, ids, self._clock())
+        own, output = to_json(input_items), None
+        if any(part.get("logprobs") for part in _parts(response["output"])):
+            output = to_json(list(map(_without_logprobs, response["output"])))
+        written = to_json(response) if output is None else in_parts(response)
+        whole = len(own) + len(written if output is None else output)
+        whole += 0 if before is None else before.whole
+        kept = Remembered(written, own, output, before, ids, self._clock(), whole)
         with self._lock:
             shelf = self._shelf(owner)
             if kept.size > self.most_bytes:
@@ -159,6 +178,19 @@ class ResponseMemory:
                 break
             _forget(shelf, name)
         return shelf
+
+
+def _parts(items: Iterable[Json]) -> Iterator[Json]:
+    """The parts of which items consist."""
+    for item in items:
+        yield from item.get("content") or ()
+
+
+def _without_logprobs(item: Json) -> Json:
+    if not any(part.get("logprobs") for part in _parts([item])):
+        return item
+    content = [part | {"logprobs": []} if "logprobs" in part else part for part in item["content"]]
+    return item | {"content": content}
 
 
 def _hold(shelf: _Shelf, place: Remembered | None) -> None:

@@ -107,13 +107,20 @@ class Output:
 
     def _item(self, kind: str) -> Json:
         place = len(self.items) - 1
-        item = copy.deepcopy(self.items[-1])  # it may grow before the event is written
+        item = dict(self.items[-1])  # it may grow before the event is written
+        if "content" in item:
+            item["content"] = list(map(_copied, item["content"]))
         return {"type": f"response.{kind}", "output_index": place, "item": item}
 
     def _part(self, kind: str, part: Json) -> Json:
-        return self._event(kind, content_index=0, part=copy.deepcopy(part))
+        return self._event(kind, content_index=0, part=_copied(part))
 
     def _event(self, kind: str, **more: Any) -> Json:
         place = len(self.items) - 1
         named = {"item_id": self.items[-1]["id"], "output_index": place}
         return {"type": f"response.{kind}", **named, **more}
+
+
+def _copied(part: Json) -> Json:
+    """A part as it is now. Its list of logprobs may grow; those that are in it never change."""
+    return part | ({"logprobs": list(part["logprobs"])} if "logprobs" in part else {})

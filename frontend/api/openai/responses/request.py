@@ -28,6 +28,7 @@ from coppice.frontend.chat.tools.choice import (
     tools_of,
 )
 from coppice.frontend.errors import BadRequest, bad_value
+from coppice.frontend.http.json_bodies import LARGE_BYTES
 from coppice.frontend.strict import read
 from coppice.frontend.text.model.generation_config import GenerationDefaults
 from coppice.runtime.requests.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class Call:
         """`owner` is the name of the client's key, whose responses it may continue."""
         self._memory = memory
         self._owner = owner
+        self._read_bytes = 0  # of what is remembered
 
     def parse(self, body: Any, defaults: GenerationDefaults) -> TextRequest:
         """The request for the engine, with `defaults` for what is not set. Raises BadRequest."""
@@ -83,6 +85,25 @@ class Call:
             priority=asked.priority,
             stream=asked.stream,
         )
+
+    def is_long(self, body: Any) -> bool:
+        """Whether what is remembered, and goes on here, is so much that reading it takes long.
+
+        The body is not checked yet.
+        """
+        if not isinstance(body, dict):
+            return False
+        size, before = 0, body.get("previous_response_id")
+        if isinstance(before, str) and (found := self._memory.get(self._owner, before)):
+            size = found.whole
+        items = body.get("input")
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict) and isinstance(name := item.get("id"), str):
+                if "role" in item or item.get("type") not in (None, "item_reference"):
+                    continue
+                holder = self._memory.holder(self._owner, name)
+                size += 0 if holder is None else holder.size
+        return size >= LARGE_BYTES
 
     def parse_count(self, body: Any, defaults: GenerationDefaults) -> TextRequest:
         """The request whose input tokens are to be counted. Raises BadRequest."""
@@ -116,6 +137,7 @@ class Call:
             },
             text_field="input",
             names=NAMES,
+            remembered_bytes=self._read_bytes,
             shortens=asked.truncation == "auto",
             **more,
         )
@@ -132,16 +154,21 @@ class Call:
                     code="previous_response_not_found",
                 )
             earlier = self.before.conversation()
+            self._read_bytes += self.before.whole
+        remembered: dict[str, Json] = {}  # items that were referred to, and those beside them
         for place, item in enumerate(asked.input):
             if isinstance(item, ItemReference):
-                found = self._memory.item(self._owner, item.id)
-                if found is None:
-                    raise BadRequest(
-                        f"input[{place}].id: no item {item.id!r:.80} is remembered; send the item "
-                        f"itself",
-                        param=f"input[{place}].id",
-                    )
-                self.input.append(found)
+                if item.id not in remembered:
+                    holder = self._memory.holder(self._owner, item.id)
+                    if holder is None:
+                        raise BadRequest(
+                            f"input[{place}].id: no item {item.id!r:.80} is remembered; send the "
+                            f"item itself",
+                            param=f"input[{place}].id",
+                        )
+                    remembered |= holder.own_items()
+                    self._read_bytes += holder.size
+                self.input.append(remembered[item.id])
             else:
                 self.input.append(named(item))
         messages = messages_of([*earlier, *self.input])

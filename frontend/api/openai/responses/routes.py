@@ -19,6 +19,7 @@ from coppice.frontend.api.openai.responses.schemas import (
     ResponseAnswer,
 )
 from coppice.frontend.errors import BadRequest
+from coppice.frontend.http.json_answers import CHARACTERS
 from coppice.frontend.http.middleware import NOTE
 from coppice.frontend.http.routes import Route, Schema, json_answer
 
@@ -87,7 +88,7 @@ class ResponseRoutes:
     async def _create(self, request: web.Request) -> web.StreamResponse:
         handler, owner = self._handler, _owner(request)
         call = Call(self._memory, owner)
-        submitted = await handler.submit(request, call.parse)
+        submitted = await handler.submit(request, call.parse, call.is_long)
         answers = ResponseAnswers(
             handler.model.as_asked(submitted.asked.model),
             call.body,
@@ -95,11 +96,13 @@ class ResponseRoutes:
             handler.texts,
             partial(self._keep, owner, call),
             caching=handler.caching,
+            body_bytes=len(await request.read()),
         )
         return await handler.answer(request, submitted, answers)
 
     async def _count(self, request: web.Request) -> web.Response:
-        count = await self._handler.count(request, Call(self._memory, _owner(request)).parse_count)
+        call = Call(self._memory, _owner(request))
+        count = await self._handler.count(request, call.parse_count, call.is_long)
         return web.json_response({"object": "response.input_tokens", "input_tokens": count})
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -121,23 +124,26 @@ class ResponseRoutes:
     async def _input_items(self, request: web.Request) -> web.Response:
         found = self._found(request)
         limit, newest_first, after = _page(request)
-        items = found.input_items()
-        if newest_first:
-            items.reverse()
-        if after is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise BadRequest(f"after: there is no item {after!r:.80}", param="after")
-            items = items[ids.index(after) + 1 :]
-        page = items[:limit]
-        answer = {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
-        }
-        return web.json_response(answer)
+
+        def answer() -> Json:
+            items = found.input_items()
+            if newest_first:
+                items.reverse()
+            if after is not None:
+                ids = [item["id"] for item in items]
+                if after not in ids:
+                    raise BadRequest(f"after: there is no item {after!r:.80}", param="after")
+                items = items[ids.index(after) + 1 :]
+            page = items[:limit]
+            return {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(items) > limit,
+            }
+
+        return await self._handler.writer.write(answer, found.whole // CHARACTERS)
 
     async def _cancel(self, request: web.Request) -> web.Response:
         found = self._found(request)

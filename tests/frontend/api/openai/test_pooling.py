@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from coppice.frontend.api.openai.pooling import routes
+from coppice.frontend.http import json_answers
 from coppice.frontend.python import async_llm
 from coppice.frontend.python.async_llm import AsyncLLM
 from coppice.frontend.python.llm import LLM
@@ -178,6 +181,37 @@ def test_rerank_by_two_tokens(reranker: Path, served_at: Serve) -> None:
         ):
             answer = http.post("/score", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_many_numbers_are_written_outside_the_event_loop(
+    embedder: Path, served_at: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of vectors, and those of which scores are made; a few are written on it."""
+    threads: set[str] = set()
+    numbers = routes._numbers
+
+    def noted(output: Any) -> list[float]:
+        threads.add(threading.current_thread().name)
+        return numbers(output)
+
+    monkeypatch.setattr(routes, "_numbers", noted)
+    with served_at(embedder) as http:
+        asked: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("/v1/embeddings", {"input": TEXTS * 4}),
+            ("/score", {"text_1": TEXTS[0], "text_2": TEXTS}),
+            ("/rerank", {"query": TEXTS[0], "documents": TEXTS}),
+        )
+        for path, body in asked:
+            threads.clear()
+            few = ok(http, path, **body)
+            assert not any(each.startswith("coppice-answers") for each in threads)
+            threads.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(json_answers, "LARGE_VALUES", 2 * 32)
+                many = ok(http, path, **body)
+            assert threads
+            assert all(each.startswith("coppice-answers") for each in threads), path
+            assert few.keys() == many.keys()
 
 
 def test_a_model_for_text_refuses_by_name(checkpoint: Path, served_at: Serve) -> None:

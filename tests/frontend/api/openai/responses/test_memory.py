@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from coppice.frontend.api.openai.responses import memory as module
 from coppice.frontend.api.openai.responses.memory import Remembered, ResponseMemory
@@ -45,8 +46,28 @@ def test_a_chain_is_one_conversation() -> None:
     last = put(memory, "c", put(memory, "b", put(memory, "a")))
     assert ids(last) == ["a-in", "a-out", "b-in", "b-out", "c-in", "c-out"]
     assert [item["id"] for item in last.input_items()] == ids(last)[:-1]
-    assert memory.item("me", "b-out") == message("b-out")
-    assert memory.item("me", "d-out") is None
+    holder = memory.holder("me", "b-out")
+    assert holder is not None
+    assert holder.own_items() == {name: message(name) for name in ("b-in", "b-out")}
+    assert memory.holder("me", "d-out") is None
+
+
+def test_a_conversation_goes_on_without_logprobs() -> None:
+    """They may be a hundred times its text, and only the response itself is asked for them."""
+    memory = ResponseMemory(2**20, 60)
+    part = {"type": "output_text", "text": "On.", "logprobs": [{"token": "x"}] * 5_000}
+    item = {"id": "a-out", "type": "message", "content": [part]}
+    response = {"id": "a", "output": [item, message("b-out")]}
+    memory.put("me", response, [message("a-in")], None)
+    found = memory.get("me", "a")
+    assert found is not None
+    assert from_json(found.body) == response
+    bare = item | {"content": [part | {"logprobs": []}]}
+    assert found.conversation() == [message("a-in"), bare, message("b-out")]
+    assert found.own_items()["a-out"] == bare
+    assert found.whole < 1_000 < len(found.body) < found.size == used(memory)
+    after = put(memory, "b", found)
+    assert found.whole < after.whole < 2_000
 
 
 def test_what_is_deleted_is_kept_as_long_as_another_response_continues_it() -> None:
@@ -61,7 +82,7 @@ def test_what_is_deleted_is_kept_as_long_as_another_response_continues_it() -> N
     assert used(memory) == both
     assert memory.delete("me", "b")
     assert used(memory) == 0
-    assert memory.item("me", "a-in") is None
+    assert memory.holder("me", "a-in") is None
 
 
 def test_a_response_that_was_deleted_while_another_continued_it_counts_again() -> None:
@@ -71,7 +92,7 @@ def test_a_response_that_was_deleted_while_another_continued_it_counts_again() -
     memory.delete("me", "a")
     second = put(memory, "b", first)
     assert used(memory) == size + second.size
-    assert memory.item("me", "a-in") is not None
+    assert memory.holder("me", "a-in") is not None
     memory.delete("me", "b")
     assert used(memory) == 0
 
@@ -95,9 +116,9 @@ def test_an_item_of_two_responses_is_found_as_long_as_one_is_remembered() -> Non
     for name in "ab":
         memory.put("me", {"id": name, "output": []}, [message("shared"), message("shared")], None)
     assert memory.delete("me", "b")
-    assert memory.item("me", "shared") == message("shared")
+    assert memory.holder("me", "shared") is not None
     assert memory.delete("me", "a")
-    assert memory.item("me", "shared") is None
+    assert memory.holder("me", "shared") is None
     assert not memory._shelves["me"].items
 
 
@@ -113,7 +134,7 @@ def test_owners_do_not_see_each_other() -> None:
     memory = ResponseMemory(2**20, 60)
     put(memory, "a")
     assert memory.get("you", "a") is None
-    assert memory.item("you", "a-in") is None
+    assert memory.holder("you", "a-in") is None
     assert not memory.delete("you", "a")
     assert memory.get("me", "a") is not None
 
