@@ -622,7 +622,7 @@ def test_a_folder_that_is_in_use_or_unusable_is_refused(llama, tmp_path):
 @pytest.mark.parametrize(
     "where",
     [
-        "runtime.engine.tiering.page_transfers",
+        "runtime.engine.tiering.DiskStore",
         "runtime.engine.tiering.numbers_digest",
         "runtime.tiers.exchange.Loads",
         "runtime.tiers.exchange.Warming",
