@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from coppice.runtime.model.parallel.group import ALONE, RankGroup
 from coppice.runtime.runner.batch import Batch, BatchTree, LateTokens, PooledRows, build_batch
 from coppice.runtime.runner.cache.size import NOTHING_BESIDE, Beside
 from coppice.runtime.runner.loaded import LoadedModel
-from coppice.runtime.runner.ranks.pages import DividedTransfers, PagesPart
 from coppice.runtime.sampling.prompt_scores import score_prompts
 from coppice.runtime.schedule.chunks import Schedule
 from coppice.runtime.schedule.paging import PageCopy, paired
+
+if TYPE_CHECKING:  # it loads compiled code, which engines of one rank do not need
+    from coppice.runtime.runner.ranks.pages import PagesPart
 
 
 class Computed(NamedTuple):
@@ -191,6 +193,8 @@ class ModelRunner(LoadedModel):
         """
         self.transfers = own = page_transfers(lambda: self.kv_cache)
         if self.group.size > 1:
+            from coppice.runtime.runner.ranks.pages import DividedTransfers
+
             self.transfers = DividedTransfers(self, own, room)
         return self.transfers
 
@@ -198,6 +202,8 @@ class ModelRunner(LoadedModel):
     def pages_task(self, name: str, *args: Any) -> None:
         """Does what the first rank's `DividedTransfers` has the others do."""
         if self._part_of_pages is None:
+            from coppice.runtime.runner.ranks.pages import PagesPart
+
             self.transfers = page_transfers(lambda: self.kv_cache)
             self._part_of_pages = PagesPart(self.transfers, self.group, *args)
         else:
