@@ -39,8 +39,6 @@ from coppice.runtime.report.snapshot import Peek
 from coppice.runtime.requests.lora_request import LoRARequest
 from coppice.runtime.requests.request import BESIDE_PINS, PromptTooLong, QueueFull
 
-LONG_BYTES = 256 * 2**10  # the size of a body from which its text is long work for the tokenizer
-
 
 class Parse(Protocol):
     """What an API makes of a client's body, with what it gets that it does not set."""
@@ -50,6 +48,8 @@ class Parse(Protocol):
 
 IsLong: TypeAlias = Callable[[Any], bool]
 """Whether parsing a body takes long, though it is small."""
+
+_BYTES_OF_TOKEN = 4  # of its text, usually
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,8 @@ class TextHandler:
             decode = partial(self._engine.tokenizer.decode, skip_special_tokens=False)
             return [decode(ids) if text is None else text for text, ids in prepared.prompts]
 
-        return await self._threads.run(work, long=True)
+        size = _BYTES_OF_TOKEN * sum(len(ids) for _, ids in prepared.prompts)
+        return await self._threads.run(work, size=size)
 
     async def answer(
         self, request: web.Request, submitted: Submitted, answers: Answers
@@ -266,12 +267,13 @@ class TextHandler:
 
     async def _prepare(self, asked: TextRequest, request: web.Request) -> Prepared:
         """What the engine is given."""
-        engine, size = self._engine, request.content_length  # bytes, if it is known
+        engine = self._engine
         given = (asked, self.dialect, self.texts, engine.max_model_len, request[NOTE].tenant)
         if not asked.needs_tokenizer:
             return prepare(*given)  # so little work that another thread would cost more
-        long = size is None or size > LONG_BYTES or asked.is_long_work
-        return await self._threads.run(prepare, *given, long=long)
+        # The body as it was read: what was sent may be compressed.
+        size = len(await request.read()) + asked.remembered_bytes
+        return await self._threads.run(prepare, *given, size=size, long=asked.is_long_work)
 
     def _too_late(self) -> TimeoutError:
         limit = self._options.request_timeout

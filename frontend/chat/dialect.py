@@ -109,7 +109,7 @@ class Dialect:
             longest=longest,
             **more,
         )
-        if chat_template is not None and longest is not None:  # it may write more than it is given
+        if longest is not None:  # there may be many messages, or a template that writes much
             self.tokenizer.check_length("messages", text, longest)
         return text
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
 from reprlib import repr as shown
 from typing import Any
 
@@ -17,6 +15,7 @@ from coppice.frontend.http.routes import Route, json_answer
 from coppice.frontend.report.encode import encode_pin, report_schema
 from coppice.frontend.report.pins import DeletedPin, NewPin, Pin, PinList, parse_pin
 from coppice.frontend.report.reporter import Asks, Reporter
+from coppice.frontend.text.threads import TokenizerThreads
 from coppice.frontend.text.tokenizer import Tokenizer
 from coppice.runtime.report.snapshot import PinRefused
 from coppice.runtime.requests.request import Unfinished
@@ -33,12 +32,12 @@ class CacheRoutes:
         tokenizer: Tokenizer,
         reporter: Reporter,
         bodies: JsonBodies,
-        tokenizing: Executor,
+        threads: TokenizerThreads,
         *,
         tenant: Callable[[web.Request], str | None],
         tenants: Collection[str],
     ) -> None:
-        """`tokenizing` runs the tokenizer outside the event loop.
+        """`threads` run the tokenizer outside the event loop.
 
         `tenant` returns the tenant of a request, or None if all requests share the namespaces;
         `tenants` are all of them, none if all requests share the namespaces.
@@ -47,7 +46,7 @@ class CacheRoutes:
         self._tokenizer = tokenizer
         self._reporter = reporter
         self._bodies = bodies
-        self._tokenizing = tokenizing
+        self._threads = threads
         self._tenant = tenant
         self._tenants = tenants
         self._schema = report_schema()
@@ -130,9 +129,8 @@ class CacheRoutes:
             raise BadRequest(
                 f"tenant must be the name of a key ({known}), got {shown(tenant)}", param="tenant"
             )
-        tokens = await asyncio.get_running_loop().run_in_executor(
-            self._tokenizing, self._tokens, asked, body
-        )
+        size = len(await request.read())
+        tokens = await self._threads.run(self._tokens, asked, body, size=size)
         try:
             pin = await self._engine.ask(
                 "put_pin",

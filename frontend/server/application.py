@@ -72,7 +72,7 @@ class Server:
             tokenizer,
             reporter,
             self._bodies,
-            self._threads.long,
+            self._threads,
             tenant=lambda request: request[NOTE].tenant,
             tenants=[key.name for key in keys] if isolated else [],
         )

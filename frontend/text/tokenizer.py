@@ -161,7 +161,8 @@ class Tokenizer:
         if self._encoder is not None:
             encode = self._encoder.encode_batch_fast
             (found,) = encode([text], add_special_tokens=add_special_tokens)
-            return list(found.ids)
+            ids: list[int] = found.ids  # a new list
+            return ids
         return list(self.wrapped(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def spelt(self, token: int) -> str | None:

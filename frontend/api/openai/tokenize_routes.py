@@ -110,7 +110,8 @@ class TokenizeRoutes:
             return ids, [texts.text(token) for token in ids] if asked.return_token_strs else None
 
         try:
-            ids, texts = await self._threads.run(work, long=True)
+            size, long = len(await request.read()), asked.chat_template is not None
+            ids, texts = await self._threads.run(work, size=size, long=long)
         except ValueError as error:
             raise bad_value(error, body) from error
         answer = {"count": len(ids), "max_model_len": self._engine.max_model_len, "tokens": ids}
@@ -141,5 +142,5 @@ class TokenizeRoutes:
                     )
             return tokenizer.decode(asked.tokens, skip_special_tokens=False)
 
-        text = await self._threads.run(work, long=True)
+        text = await self._threads.run(work, size=len(await request.read()))
         return await self._writer.write(lambda: {"prompt": text}, len(text) // CHARACTERS)

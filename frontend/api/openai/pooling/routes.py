@@ -266,10 +266,11 @@ class PoolingRoutes:
     ) -> list[StepOutput]:
         """The outputs of the prompts that `prompts` makes in a thread of the field `field`."""
         note = request[NOTE]
+        size = len(await request.read())
         try:
             async with asyncio.timeout(self._timeout):
                 outputs = await self._engine.pool(
-                    await self._threads.run(prompts, long=True),
+                    await self._threads.run(prompts, size=size, long=True),
                     params,
                     cache_salt=asked.cache_salt,
                     tenant=note.tenant,
