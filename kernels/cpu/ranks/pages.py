@@ -54,11 +54,14 @@ class SharedPages:
     # -- what ranks say of their parts -------------------------------------------------------
 
     def describe(self, page_bytes: int, mark: bytes) -> None:
-        """Says how many bytes of a page this rank has, and what its numbers depend on."""
+        """Says how many bytes of a page this rank has, and what its numbers depend on.
+
+        `mark` has `MARK_BYTES`.
+        """
         own = self._places[self.rank]
         own[_MARK : _MARK + MARK_BYTES // 8] = np.frombuffer(mark, np.int64)
         own[_BYTES] = page_bytes
-        raise_count(self._addresses[self.rank] + 8 * _DONE, 1)  # its first task
+        self.did()  # its first task
 
     def mark(self, rank: int) -> bytes:
         """What a rank's numbers depend on."""

@@ -93,7 +93,7 @@ class DividedTransfers(PageTransfers):
         return self._shared.page_bytes
 
     def mark(self) -> bytes:
-        return b"".join([self._own.mark(), *self.marks])
+        return self._own.mark()
 
     def room(self, count: int) -> torch.Tensor:
         return self._rows.take(count)

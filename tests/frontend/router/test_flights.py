@@ -111,7 +111,8 @@ def test_a_search_may_find_fewer_results_than_were_wanted() -> None:
     assert not len(flights)
 
 
-def test_what_a_client_ends_of_lost_outputs_does_not_end_the_next_attempt() -> None:
+def lost() -> Place:
+    """Two replicas, of which one has left, after the first row of a request with two results."""
     place = Place("a", "b")
     flights = place.flights
     flights.add(1, "add_request", ("r", PROMPT, TWO), {})
@@ -119,6 +120,12 @@ def test_what_a_client_ends_of_lost_outputs_does_not_end_the_next_attempt() -> N
     flights.take_verdict(flight, replica, False, None)  # type: ignore[arg-type]
     assert flights.take_rows(replica, [row(0, None)])
     place.leave(replica)
+    return place
+
+
+def test_what_a_client_ends_of_lost_outputs_does_not_end_the_next_attempt() -> None:
+    place = lost()
+    flights = place.flights
     assert place.outputs.receive() == [Lost("r", "it ended", may_run_again=True)]
     flights.abort("r", 0)  # sent before the client has read that
     flights.again("r")
@@ -129,13 +136,8 @@ def test_what_a_client_ends_of_lost_outputs_does_not_end_the_next_attempt() -> N
 
 def test_what_a_client_has_aborted_does_not_run_again() -> None:
     """The client's event loop aborts it before its reader asks for another attempt."""
-    place = Place("a", "b")
+    place = lost()
     flights = place.flights
-    flights.add(1, "add_request", ("r", PROMPT, TWO), {})
-    ((replica, flight),) = place.calls.drop(lambda *_: True)
-    flights.take_verdict(flight, replica, False, None)  # type: ignore[arg-type]
-    assert flights.take_rows(replica, [row(0, None)])
-    place.leave(replica)
     flights.abort("r")
     flights.again("r")
     assert not len(flights)
