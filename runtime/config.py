@@ -105,7 +105,8 @@ class EngineConfig:
     max_step_stretch: float | None = _option(
         None,
         "time that a step with prefills may take, as a multiple of what its decodes take alone, "
-        "and more where more sequences wait than decode; default: no limit, as with inf",
+        "counting sequences that wait to begin among them, and more where more wait than decode; "
+        "default: no limit, as with inf",
     )
     max_queued_requests: int | None = _option(
         None, "most requests that wait to begin; further ones are refused"

@@ -137,8 +137,8 @@ class Configured(ABC):
             overtaking: work that later requests may do before a waiting one, as a fraction of the
                 work that was there before it came; default: no bound, as with inf.
             max_step_stretch: time that a step with prefills may take, as a multiple of what its
-                decodes take alone, and more where more sequences wait than decode; default: no
-                limit, as with inf.
+                decodes take alone, counting sequences that wait to begin among them, and more
+                where more wait than decode; default: no limit, as with inf.
             max_queued_requests: most requests that wait to begin; further ones are refused.
             max_queued_tokens: most tokens of the requests that wait to begin; further requests are
                 refused.

@@ -33,7 +33,7 @@ class Scheduler:
     `max_num_seqs` sequences: first a token for each sequence that decodes, then chunks of prompts
     that are partly computed, then waiting sequences, longest hit first. With `max_step_stretch` a
     step gets only as many prompt tokens as keep it within that multiple of its decodes' time alone,
-    and more where more sequences wait than decode.
+    and more where sequences wait (`StepTimes`).
 
     When pages run out, a sequence may take those of one that was admitted after it, which is
     preempted: its computed tokens enter the tree, and it resumes from those that are still cached.
@@ -284,8 +284,8 @@ class Scheduler:
         """Learns from the time that a step took."""
         if self.times is not None:
             prefills = [(chunk.count, chunk.start) for chunk in schedule.prefills()]
-            decodes = len(schedule.chunks) - len(prefills) + schedule.drafted
-            self.times.observe(decodes, prefills, seconds)
+            decodes = len(schedule.chunks) - len(prefills)
+            self.times.observe(decodes, prefills, seconds, schedule.drafted)
 
     # -- running sequences -------------------------------------------------------------------
 

@@ -24,13 +24,16 @@ class StepTimes:
     """Limits a step's prompt tokens so that it takes `stretch` times as long as its decodes alone.
 
     A prompt that is computed beside decodes delays each of them, and brings each sequence that
-    waits for its first token nearer to it. So where more wait than decode, a step may take more
-    time by that ratio. Without that, the first prompt of many that come together would, once it
-    decodes, hold up all others, in steps of a few tokens that waste most of the machine.
+    waits for its first token nearer to it. So where sequences wait, a step may take more time:
+    `stretch` times what it would take if they all decoded already, which the others would have to
+    bear then, or, where more wait than decode, longer by that ratio. Without that, few decode and
+    many wait where requests keep coming, in small steps that waste most of the machine.
+
+    A sequence that decodes counts with the rows that it usually has: itself and its drafts.
 
     Fits, by regularised least squares in which older steps count less and less,
 
-        seconds = a + b * decoding sequences + c * (whether prompts go with them)
+        seconds = a + b * rows of decoding sequences + c * (whether prompts go with them)
                   + d * prompt tokens + e * pairs of a prompt token and one that it attends to
 
     with no coefficient below 0. The constant `c` matters: attributed to the tokens, it would allow
@@ -49,12 +52,24 @@ class StepTimes:
         self._answers = np.zeros((2, 5))
         self._coefficients: np.ndarray | None = None
         self._prompt_tokens = 0  # that were seen
+        self._decodes = self._drafted = 0.0  # sequences and drafted tokens, of less and less weight
 
-    def observe(self, decodes: int, prefills: Iterable[tuple[int, int]], seconds: float) -> None:
+    def observe(
+        self,
+        decodes: int,
+        prefills: Iterable[tuple[int, int]],
+        seconds: float,
+        drafted: int = 0,
+    ) -> None:
         """Learns from a step of `seconds` with `decodes` decoding sequences and these prefills.
 
-        A prefill is (tokens, context); the context is the tokens that were computed before.
+        `drafted` tokens were computed beside the decodes. A prefill is (tokens, context); the
+        context is the tokens that were computed before.
         """
+        if decodes:
+            self._decodes = _KEPT * self._decodes + decodes
+            self._drafted = _KEPT * self._drafted + drafted
+            decodes += drafted
         tokens = pairs = 0.0
         for count, context in prefills:
             tokens += count
@@ -76,12 +91,14 @@ class StepTimes:
         allowed, even if the constant takes more: less would delay the prompts and hardly shorten
         the step.
         """
-        base, per_decode, mixed, per_token, per_pair = self._fit()
+        base, per_row, mixed, per_token, per_pair = self._fit()
+        per_decode = per_row * (1 + self._drafted / max(self._decodes, 1.0))
         alone = base + per_decode * decodes
         each = per_token + per_pair * context
         if not each or not self._products[0].any():
             return None
-        spare = (self._stretch - 1) * alone * max(1.0, waiting / decodes)
+        by_ratio = (self._stretch - 1) * alone * max(1.0, waiting / decodes)
+        spare = max(by_ratio, self._stretch * (alone + per_decode * waiting) - alone)
         return max(LEAST_PREFILL, math.floor(max(spare - mixed, spare / 2) / each))
 
     def prefill_seconds(self, tokens: int, context: int) -> float | None:

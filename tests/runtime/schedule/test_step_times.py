@@ -32,10 +32,10 @@ def observe(times, seconds, steps=100, seed=0):
 def test_each_part_of_a_steps_time_is_found():
     times = StepTimes(2.5)
     observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0001 * tokens)
-    assert times.prefill_tokens(32) == pytest.approx(1.5 * 0.0164 / 0.0001, rel=0.02)
-    assert times.prefill_tokens(4) == pytest.approx(1.5 * 0.0108 / 0.0001, rel=0.02)
+    assert times.prefill_tokens(32, waiting=0) == pytest.approx(1.5 * 0.0164 / 0.0001, rel=0.02)
+    assert times.prefill_tokens(4, waiting=0) == pytest.approx(1.5 * 0.0108 / 0.0001, rel=0.02)
     observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0004 * tokens, 200)
-    assert times.prefill_tokens(32) == pytest.approx(1.5 * 0.0164 / 0.0004, rel=0.02)
+    assert times.prefill_tokens(32, waiting=0) == pytest.approx(1.5 * 0.0164 / 0.0004, rel=0.02)
     observe(times, lambda decodes, tokens: 0.01 + 0.1 * tokens, 200)
     assert times.prefill_tokens(32) == LEAST_PREFILL
 
@@ -43,9 +43,37 @@ def test_each_part_of_a_steps_time_is_found():
 def test_a_step_may_take_longer_where_more_sequences_wait_than_decode():
     times = StepTimes(2.5)
     observe(times, lambda decodes, tokens: 0.01 + 0.0002 * decodes + 0.0001 * tokens)
-    few = times.prefill_tokens(4)
-    assert times.prefill_tokens(4, waiting=4) == few
+    few = times.prefill_tokens(4, waiting=0)
     assert times.prefill_tokens(4, waiting=12) == pytest.approx(3 * few, abs=3)
+
+
+def test_a_step_may_take_what_it_would_take_if_those_that_wait_decoded():
+    times = StepTimes(2.5)
+    observe(times, lambda decodes, tokens: 0.01 + 0.002 * decodes + 0.0001 * tokens)
+    for decodes, waiting in ((8, 8), (4, 3), (15, 1)):
+        spare = 2.5 * (0.01 + 0.002 * (decodes + waiting)) - (0.01 + 0.002 * decodes)
+        allowed = times.prefill_tokens(decodes, waiting=waiting)
+        assert allowed == pytest.approx(spare / 0.0001, rel=0.02)
+
+
+def test_drafts_count_as_what_a_sequence_takes():
+    def seconds(rows, tokens):
+        return 0.01 + 0.002 * rows + 0.0001 * tokens
+
+    plain, drafting = StepTimes(2.5), StepTimes(2.5)
+    observe(plain, seconds)
+    observe(drafting, seconds)
+    for _ in range(150):
+        plain.observe(8, [], seconds(8, 0))
+        drafting.observe(8, [], seconds(32, 0), drafted=24)
+    allowed = drafting.prefill_tokens(8, waiting=2)
+    assert allowed == pytest.approx((2.5 * seconds(40, 0) - seconds(32, 0)) / 0.0001, rel=0.1)
+    assert allowed > 2.5 * plain.prefill_tokens(8, waiting=2)
+    for _ in range(200):  # of drafts that are no longer made nothing is left
+        drafting.observe(8, [], seconds(8, 0))
+    assert drafting.prefill_tokens(8, waiting=2) == pytest.approx(
+        plain.prefill_tokens(8, waiting=2), rel=0.02
+    )
 
 
 def test_a_suspended_machine_does_not_keep_prompts_waiting():
