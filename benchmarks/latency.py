@@ -1,13 +1,16 @@
 """Inter-token latency of chats in the real engine while a long prompt is prefilled beside them.
 
     python benchmarks/latency.py [--quick] [--json FILE] [--rounds N] [--clock wall|process]
+        [--drafts]
 
 16 chats of 64 tokens decode. When each has 100 tokens, a prompt of 16,384 tokens arrives; the run
 ends 100 tokens after that prompt's first token. Weights are random, in the shape of a small Llama.
 Each round runs two sides in turn: with the server's `max_step_stretch`, which limits how long a
 prefill may make a step, and without a limit. All gaps between two tokens of a chat count. With
 `--clock process`, times are the process's processor time, summed over its threads: for a single
-thread on a machine that others use as well. A row has the spread over the rounds of
+thread on a machine that others use as well. No drafts are made without `--drafts`: texts of random
+weights repeat themselves, and far more drafts of them are right than of a real model's. A row has
+the spread over the rounds of
 
     itl_p99_over_p50            of all gaps
     itl_p99_over_undisturbed    p99 of all gaps, over the median gap before the long prompt came
@@ -52,7 +55,13 @@ _LLAMA = {
 
 
 def make_engine(
-    directory: Path, hidden: int, length: int, stretch: float | None, clock: Callable[[], float]
+    directory: Path,
+    hidden: int,
+    length: int,
+    stretch: float | None,
+    clock: Callable[[], float],
+    *,
+    drafts: bool,
 ) -> Engine:
     shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden}
     (directory / "config.json").write_text(json.dumps(_LLAMA | shape))
@@ -64,6 +73,7 @@ def make_engine(
             dtype="float32",
             kv_cache_tokens=2 * length + _CHATS * 16_384,
             max_model_len=length + 1024,
+            speculation=None if drafts else "off",
             **options,
         )
     )
@@ -142,6 +152,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, help="default: 5")
     options.add_argument("--clock", choices=_CLOCKS, default="wall", help="default: wall")
+    options.add_argument("--drafts", action="store_true", help="let both sides make drafts")
     args = options.parse_args()
     clock = _CLOCKS[args.clock]
     rounds = args.rounds or (1 if args.quick else 5)
@@ -151,7 +162,10 @@ def main() -> None:
     found: dict[float | None, list[dict[str, float]]] = {None: [], stretch: []}
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        sides = {limit: make_engine(path, hidden, length, limit, clock) for limit in found}
+        sides = {
+            limit: make_engine(path, hidden, length, limit, clock, drafts=args.drafts)
+            for limit in found
+        }
         for round_ in range(-1, rounds):
             for limit, engine in sides.items():
                 # Round -1 compiles kernels and allocates memory.
@@ -174,7 +188,8 @@ def main() -> None:
         }
         rows.add(
             benchmark="latency", prompt=length, chats=_CHATS, rounds=rounds,
-            max_step_stretch=limit, clock=args.clock, **measured, machine=machine(),
+            max_step_stretch=limit, clock=args.clock, drafts=args.drafts, **measured,
+            machine=machine(),
         )  # fmt: skip
 
 
