@@ -23,6 +23,8 @@ from coppice.frontend.http.routes import Route, json_answer
 from coppice.frontend.strict import Body
 from coppice.runtime.report.snapshot import Peek
 
+_VALUES_OF_PROMPT = 32  # beside its text and tokens
+
 
 class RenderedPages(Body):
     """The pages of the KV cache that a prompt would use."""
@@ -128,9 +130,6 @@ class RenderRoutes:
 
         values = total + sum(_VALUES_OF_PROMPT + len(text) // CHARACTERS for text in texts)
         return await handler.writer.write(answer, values)
-
-
-_VALUES_OF_PROMPT = 32  # beside its text and tokens
 
 
 def _prompt(
