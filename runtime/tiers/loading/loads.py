@@ -304,8 +304,9 @@ class Loads:
                 tier, seconds = self.finding.silent(load)
                 if seconds > self._rates[tier].patience(0):
                     silent.add(tier)
-            elif stuck:
-                for tier in load.tiers & stuck:
+            elif given_up := load.tiers & stuck:
+                self._withdraw(load)  # else threads would read it once the tier goes on
+                for tier in given_up:
                     self._slow(tier)
                     load.give_up(tier)
         for tier in silent:

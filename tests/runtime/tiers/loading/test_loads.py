@@ -279,9 +279,10 @@ def test_a_tier_that_brings_nothing_is_given_up():
     assert made.slow() == [0, 1]
     load = made.loads.of(mine)
     assert made.loads.next(load, 40).ready == 16 and not load.coming
-    made.reading[1].work()  # it comes after all
+    made.reading[1].work()  # it goes on after all
     made.loads.poll()
     assert load.staged == 4
+    assert second.loaded == 0 and not any(made.loads._pieces)
 
 
 def test_the_middle_moves_with_what_is_measured():
