@@ -24,10 +24,10 @@ class StepTimes:
     """Limits a step's prompt tokens so that it takes `stretch` times as long as its decodes alone.
 
     A prompt that is computed beside decodes delays each of them, and brings each sequence that
-    waits for its first token nearer to it. So where sequences wait, a step may take more time:
-    `stretch` times what it would take if they all decoded already, which the others would have to
-    bear then, or, where more wait than decode, longer by that ratio. Without that, few decode and
-    many wait where requests keep coming, in small steps that waste most of the machine.
+    waits for its first token nearer to it. So where sequences wait, a step may take longer:
+    `stretch` times what it would take if all of them decoded, too, since the others will have to
+    bear that anyway. Where more wait than decode, it may be longer by that ratio. Without both,
+    many would wait and few decode, in small steps that waste most of the machine.
 
     A sequence that decodes counts with the rows that it usually has: itself and its drafts.
 

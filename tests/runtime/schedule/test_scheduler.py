@@ -247,6 +247,21 @@ def test_a_step_takes_more_of_many_prompts_that_wait_than_of_one():
     assert prompt_tokens(12) == six, "for seven sequences at a time, six more begin at most"
 
 
+def test_drafts_count_in_what_decodes_take():
+    machine = Machine(pages=1024, page_size=4, seqs=7, tokens=1024, stretch=2.0)
+    times = machine.scheduler.times
+    times.observe(0, [(100, 0)], 0.100)
+    machine.add([1, 2, 3], max_new=300)
+    machine.step()
+    for number in range(200):
+        schedule = machine.step()
+        schedule.drafted = 20 * (number % 2)
+        machine.scheduler.observe(schedule, 0.010 + 0.002 * (1 + schedule.drafted))
+    # Four such sequences have 44 rows, at a millisecond for each token of a prompt.
+    assert times.prefill_tokens(4, waiting=0) == pytest.approx(98, rel=0.2)
+    machine.drain()
+
+
 def test_a_follow_up_turn_hits_prompt_and_answer_and_continues_in_their_last_page():
     machine = Machine(pages=32, page_size=16, seqs=4, tokens=64)
     first = machine.add([1, 2, 3, 4, 5], max_new=4)
